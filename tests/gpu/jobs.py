@@ -1,0 +1,413 @@
+"""What the GPU tests do beside an engine; each function runs in an engine process."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_process import Conversation
+
+GEOMETRY_360M = {
+    "hidden_size": 960,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 5,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_geometry(folder: Path, **changes: Any) -> Path:
+    """Write a ``config.json`` without weights, for ``load_format="dummy"``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000,
+        **GEOMETRY_360M,
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def token_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of 10 to 900 tokens; every other one shares a prefix with the last."""
+    draw = random.Random(seed)
+    prompts: list[list[int]] = []
+    for index in range(count):
+        length = draw.randint(10, 900)
+        fresh = [draw.randrange(100, 40000) for _ in range(length)]
+        if index % 2 and prompts:
+            shared = prompts[-1][: len(prompts[-1]) // 2]
+            fresh = (shared + fresh)[:900]
+        prompts.append(fresh)
+    return prompts
+
+
+def used_device_bytes() -> int:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def build_engine(**options: Any) -> tuple[Any, float]:
+    """Build an offline engine; return it and the seconds it took."""
+    from vllm import LLM
+
+    defaults = {
+        "max_model_len": 1024,
+        "block_size": 16,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    started = time.perf_counter()
+    engine = LLM(**{**defaults, **options})
+    return engine, time.perf_counter() - started
+
+
+def worker_of(engine: Any) -> Any:
+    return engine.llm_engine.model_executor.driver_worker.worker
+
+
+def supply_of(engine: Any) -> Any:
+    from vllm_kvpad.hosts.supply import supply_of as supply
+
+    return supply(worker_of(engine))
+
+
+def greedy(engine: Any, prompts: list[list[int]], max_tokens: int = 32) -> list[Any]:
+    """Token ids of every answer."""
+    from vllm import SamplingParams
+
+    outputs = engine.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True),
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def memory_facts(engine: Any) -> dict[str, Any]:
+    """What the worker budgeted and what is resident, in bytes, from the driver."""
+    worker = worker_of(engine)
+    supply = supply_of(engine)
+    config = worker.model_runner.kv_cache_config
+    num_blocks = worker.cache_config.num_gpu_blocks
+    if supply is None or supply.cache is None:
+        bytes_per_block = config.kv_cache_tensors[0].size // config.num_blocks
+        cache_bytes = num_blocks * bytes_per_block
+        segments = 1
+    else:
+        bytes_per_block = supply.cache.bytes_per_block
+        cache_bytes = supply.cache.physical_bytes
+        segments = len(supply.cache.segments)
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    resident = worker.init_snapshot.free_memory - free - cache_bytes
+    peak = getattr(worker, "peak_activation_memory", 0) if supply else 0
+    return {
+        "blocks": num_blocks,
+        "bytes_per_block": bytes_per_block,
+        "segments": segments,
+        "budget": int(worker.requested_memory),
+        "resident": resident,
+        "peak": peak,
+        "total": total,
+        "free": free,
+        "kvpad": supply is not None and supply.cache is not None,
+        "one_chunk_each": None
+        if supply is None or supply.cache is None
+        else all(supply.cache.segments_backed_by_one_chunk()),
+    }
+
+
+def start_and_answer(
+    conversation: Conversation,
+    prompts: list[list[int]] | None = None,
+    max_tokens: int = 32,
+    **options: Any,
+) -> dict[str, Any]:
+    """Start, measure, answer, measure again."""
+    engine, seconds = build_engine(**options)
+    used_after_start = used_device_bytes()
+    answers = greedy(engine, prompts or token_prompts(8), max_tokens)
+    used_under_load = used_device_bytes()
+    return {
+        "seconds": seconds,
+        "used_after_start": used_after_start,
+        "used_under_load": used_under_load,
+        "answers": answers,
+        **memory_facts(engine),
+    }
+
+
+def start_and_fail_or_answer(
+    conversation: Conversation, **options: Any
+) -> dict[str, Any]:
+    """As :func:`start_and_answer`, but a start that fails is a result too."""
+    try:
+        return {"error": None, **start_and_answer(conversation, **options)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def start_stop_cycles(
+    conversation: Conversation, cycles: int, **options: Any
+) -> dict[str, Any]:
+    """Start and stop an engine in one process; used bytes after each stop."""
+    import gc
+
+    import torch
+
+    used = []
+    for _ in range(cycles):
+        engine, _ = build_engine(**options)
+        greedy(engine, token_prompts(2), 4)
+        kvpad = supply_of(engine) is not None
+        engine.llm_engine.engine_core.shutdown()
+        del engine
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+        gc.collect()
+        torch.cuda.empty_cache()
+        used.append(used_device_bytes())
+    return {"used": used, "kvpad": kvpad}
+
+
+def sleep_and_wake(conversation: Conversation, **options: Any) -> dict[str, Any]:
+    """Answer, sleep, wake, answer again; levels 1 and by tags."""
+    engine, _ = build_engine(enable_sleep_mode=True, **options)
+    prompts = token_prompts(8)
+    supply = supply_of(engine)
+    result: dict[str, Any] = {"before": greedy(engine, prompts)}
+    used_awake = used_device_bytes()
+    cache_bytes = supply.cache.physical_bytes if supply else 0
+    engine.sleep(level=1)
+    result["freed_by_sleep"] = used_awake - used_device_bytes()
+    result["cache_bytes"] = cache_bytes
+    result["cache_bytes_asleep"] = supply.cache.physical_bytes if supply else 0
+    engine.wake_up()
+    result["after_wake"] = greedy(engine, prompts)
+    engine.sleep(level=1)
+    engine.wake_up(tags=["weights"])
+    result["cache_bytes_weights_awake"] = supply.cache.physical_bytes if supply else 0
+    engine.wake_up(tags=["kv_cache"])
+    result["after_tagged_wake"] = greedy(engine, prompts)
+    engine.sleep(level=2)
+    result["cache_bytes_level_2"] = supply.cache.physical_bytes if supply else 0
+    engine.wake_up(tags=["weights"])
+    worker_of(engine).reload_weights()
+    engine.wake_up(tags=["kv_cache"])
+    result["after_level_2"] = greedy(engine, prompts)
+    result["one_chunk_each"] = (
+        all(supply.cache.segments_backed_by_one_chunk()) if supply else None
+    )
+    return result
+
+
+def serve_rounds(conversation: Conversation, **options: Any) -> dict[str, Any]:
+    """Decode 64 requests at a time whenever the parent says so; tokens a second."""
+    from vllm import SamplingParams
+
+    engine, _ = build_engine(**options)
+    prompts = [{"prompt_token_ids": p[:64]} for p in token_prompts(64, seed=3)]
+    parameters = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
+    engine.generate(prompts, parameters, use_tqdm=False)
+    conversation.send("ready")
+    while conversation.recv() == "round":
+        started = time.perf_counter()
+        engine.generate(prompts, parameters, use_tqdm=False)
+        conversation.send(64 * 256 / (time.perf_counter() - started))
+    return memory_facts(engine)
+
+
+def transfer_peer(
+    conversation: Conversation, side_channel_port: int, **options: Any
+) -> dict[str, Any]:
+    """One side of a NIXL pair; the parent passes requests and parameters between.
+
+    Understands ("prefill", prompts) -> list of kv_transfer_params, ("decode",
+    (prompts, parameters)) -> answers, ("sleep", None), ("facts", None), ("stop",).
+    """
+    from vllm import SamplingParams
+
+    registered = record_registrations()
+    engine, _ = build_engine(
+        kv_transfer_config={
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "fail",
+        },
+        **options,
+    )
+    conversation.send("ready")
+    while True:
+        command, value = conversation.recv()
+        if command == "stop":
+            return memory_facts(engine)
+        if command == "prefill":
+            outputs = engine.generate(
+                [{"prompt_token_ids": prompt} for prompt in value],
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=1,
+                    extra_args={"kv_transfer_params": {"do_remote_decode": True}},
+                ),
+                use_tqdm=False,
+            )
+            conversation.send([output.kv_transfer_params for output in outputs])
+        elif command == "decode":
+            prompts, parameters = value
+            outputs = engine.generate(
+                [{"prompt_token_ids": prompt} for prompt in prompts],
+                [
+                    SamplingParams(
+                        temperature=0,
+                        max_tokens=48,
+                        ignore_eos=True,
+                        extra_args={"kv_transfer_params": each},
+                    )
+                    for each in parameters
+                ],
+                use_tqdm=False,
+            )
+            conversation.send([list(o.outputs[0].token_ids) for o in outputs])
+        elif command == "sleep":
+            engine.sleep(level=1)
+            asleep = used_device_bytes()
+            engine.wake_up()
+            conversation.send({"asleep": asleep, "awake": used_device_bytes()})
+        elif command == "facts":
+            conversation.send(
+                {
+                    "regions": [check_region(*region) for region in registered],
+                    "transfers": transfer_counts(engine),
+                    **memory_facts(engine),
+                }
+            )
+
+
+def record_registrations() -> list[tuple[int, int]]:
+    """Note (address, bytes) of every range a NIXL agent of this process registers."""
+    from nixl._api import nixl_agent
+
+    registered: list[tuple[int, int]] = []
+    register_memory = nixl_agent.register_memory
+
+    def recording(self: Any, descriptors: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = register_memory(self, descriptors, *args, **kwargs)
+        for index in range(handle.descCount()):
+            address, size, *_ = handle[index]
+            registered.append((address, size))
+        return handle
+
+    nixl_agent.register_memory = recording
+    return registered
+
+
+def check_region(address: int, size: int) -> dict[str, Any]:
+    """Ask the driver what backs the first, middle and last byte of a region."""
+    from cuda.bindings import driver
+
+    answers = []
+    for byte in (address, address + size // 2, address + size - 1):
+        error, base, length = driver.cuMemGetAddressRange(byte)
+        assert error == driver.CUresult.CUDA_SUCCESS, error
+        answers.append((int(base), int(length)))
+    base, length = answers[0]
+    return {
+        "address": address,
+        "size": size,
+        "one_chunk": len(set(answers)) == 1
+        and base <= address
+        and address + size <= base + length,
+    }
+
+
+def transfer_counts(engine: Any) -> dict[str, float]:
+    """NIXL's counters as the connector of this process keeps them."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group().connector_worker
+    stats = worker.xfer_stats
+    return {name: len(values) for name, values in stats.data.items()} | {
+        "bytes": sum(stats.data.get("bytes_transferred", []))
+    }
+
+
+def commit_times(conversation: Conversation, gib: int, layers: int) -> dict[str, Any]:
+    """Seconds of a zeroed defragmenting commit and of ``torch.zeros``, same bytes."""
+    import torch
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        KVCacheTensor,
+    )
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from vllm_kvpad.kv_cache import ExtensibleKVCache
+
+    device = torch.device("cuda:0")
+    torch.cuda.init()
+    spec = FullAttentionSpec(
+        block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+    )
+    page = spec.page_size_bytes
+    blocks = (gib << 30) // (page * layers)
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
+    config = KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[
+            KVCacheTensor(
+                size=page * layers * blocks,
+                layers=names,
+                layer_stride=page * blocks,
+                block_stride=page,
+            )
+        ],
+        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+    )
+    from vllm_kvpad.placement import pad_kv_cache_segments
+    from vllm_kvpad.vmm import get_driver
+
+    padded = pad_kv_cache_segments(
+        config, KVCacheLayout.LBNHC, get_driver(device).granularity
+    )
+    commits, zeros, frees = [], [], []
+    for _ in range(5):
+        cache = ExtensibleKVCache(padded, KVCacheLayout.LBNHC, device)
+        cache.commit(1)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        cache.commit(blocks, defragment=True)
+        torch.cuda.synchronize()
+        commits.append(time.perf_counter() - started)
+        assert all(cache.segments_backed_by_one_chunk())
+        started = time.perf_counter()
+        cache.free()
+        frees.append(time.perf_counter() - started)
+
+        started = time.perf_counter()
+        buffer = torch.zeros(page * layers * blocks, dtype=torch.int8, device=device)
+        torch.cuda.synchronize()
+        zeros.append(time.perf_counter() - started)
+        del buffer
+        torch.cuda.empty_cache()
+    return {"commit": commits, "torch.zeros": zeros, "free": frees, "blocks": blocks}

@@ -1,0 +1,149 @@
+"""What differs between vLLM's two model runners and between 0.32 and 0.33.
+
+Every function takes a ``GPUModelRunner`` of either kind (V1:
+``vllm.v1.worker.gpu_model_runner``, V2: ``vllm.v1.worker.gpu.model_runner``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def plan_kv_cache(runner: Any, num_bytes: int) -> KVCacheConfig:
+    """Plan a cache for this worker as the engine core would, before it does.
+
+    Args:
+        runner: A model runner whose layers are loaded.
+        num_bytes: What the cache may take.
+
+    Returns:
+        A config of as many blocks as fit into ``num_bytes``, at least one.
+    """
+    vllm_config = runner.vllm_config
+    spec = runner.get_kv_cache_spec()
+    if importlib.util.find_spec("vllm.v1.core.kv_cache_config_builder") is not None:
+        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
+
+        builder = get_kv_cache_config_builder(vllm_config)
+        groups = get_kv_cache_groups_from_builder(builder, vllm_config, spec)
+
+        def plan(num_blocks: int) -> KVCacheConfig:
+            return builder.get_kv_cache_config_from_groups(
+                vllm_config, groups, num_blocks=num_blocks
+            )
+
+    else:  # 0.32
+        from vllm.v1.core.kv_cache_utils import (
+            get_kv_cache_config_from_groups,
+            get_kv_cache_groups,
+        )
+
+        groups = get_kv_cache_groups(vllm_config, spec)
+
+        def plan(num_blocks: int) -> KVCacheConfig:
+            cache_config = runner.cache_config
+            saved = cache_config.num_gpu_blocks_override
+            cache_config.num_gpu_blocks_override = num_blocks
+            try:
+                return get_kv_cache_config_from_groups(
+                    vllm_config, groups, available_memory=0
+                )
+            finally:
+                cache_config.num_gpu_blocks_override = saved
+
+    bytes_per_block = plan(1).kv_cache_tensors[0].size
+    return plan(max(num_bytes // bytes_per_block, 1))
+
+
+def rebind_kv_cache(runner: Any, kv_cache_config: KVCacheConfig) -> None:
+    """Bind views of the final size to an initialised runner and register them.
+
+    The counterpart of the end of ``initialize_kv_cache``: everything before it
+    (attention back ends, block tables, graphs) stands and must not be made again,
+    because captured graphs hold its addresses.
+    """
+    # The runner's copy may have gained groups and layers of its own (encoder-only
+    # layers, layers that share another's cache), so its groups stay.
+    for field in dataclasses.fields(kv_cache_config):
+        if field.name != "kv_cache_groups":
+            setattr(
+                runner.kv_cache_config,
+                field.name,
+                getattr(kv_cache_config, field.name),
+            )
+    if runner.vllm_config.use_v2_model_runner:
+        _rebind_v2(runner)
+    else:
+        _rebind_v1(runner)
+
+
+def _rebind_v2(runner: Any) -> None:
+    from vllm.v1.worker.gpu.attn_utils import init_kv_cache
+    from vllm.v1.worker.gpu.kv_connector import get_kv_connector
+
+    attention_groups = runner.attn_groups + getattr(
+        runner.speculator, "attn_groups", []
+    )
+    kv_caches = init_kv_cache(
+        runner.compilation_config.static_forward_context,
+        runner.kv_cache_config,
+        runner.device,
+        runner.kernel_block_sizes,
+        runner.vllm_config,
+        block_tables=runner.block_tables,
+        attn_groups=(group for groups in attention_groups for group in groups),
+    )
+    runner.kv_caches = [
+        cache for cache in kv_caches.values() if cache.device == runner.device
+    ]
+    runner.kv_connector = get_kv_connector(runner.vllm_config, kv_caches)
+
+
+def _rebind_v1(runner: Any) -> None:
+    from vllm.distributed.kv_transfer import (
+        get_kv_transfer_group,
+        has_kv_transfer_group,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
+
+    runner.kv_caches.clear()
+    kv_caches = runner.initialize_kv_cache_tensors(
+        runner.kv_cache_config, runner._kernel_block_sizes
+    )
+    if has_kv_transfer_group():
+        connector = get_kv_transfer_group()
+        connector.register_kv_caches(kv_caches)
+        connector.set_host_xfer_buffer_ops(copy_kv_blocks)
+
+
+def drop_kv_cache(runner: Any) -> None:
+    """Undo ``initialize_kv_cache`` and graph capture, keeping the weights.
+
+    What stock does after it has estimated the memory of CUDA graphs.
+    """
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    CUDAGraphWrapper.clear_all_graphs()
+    BreakableCUDAGraphWrapper.clear_all_graphs()
+    if runner.vllm_config.use_v2_model_runner:
+        from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
+
+        _teardown_profiling_state(runner)
+    else:
+        runner.cudagraph_dispatcher.keys_initialized = False
+        runner.maybe_remove_all_loras(runner.lora_config)
+        runner._cleanup_profiling_kv_cache()
+
+
+def release_cached_memory() -> None:
+    """Return the caching allocator's unused blocks to the driver."""
+    import torch
+
+    torch.accelerator.empty_cache()

@@ -1,0 +1,44 @@
+"""Sleep mode for a cache that vLLM's allocator does not know.
+
+``Worker.sleep`` unregisters the connector, suspends the backend and then measures what
+was freed; ``Worker.wake_up`` resumes the backend and then lets the connector register
+again. Both therefore see the cache go and come back at the right moment if the backend
+itself does it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_kvpad.kv_cache import ExtensibleKVCache
+
+_TAG = "kv_cache"
+
+
+class CacheAwareSleepModeBackend:
+    """A vLLM ``SleepModeBackend`` that also puts the supplied cache to sleep."""
+
+    def __init__(self, backend: Any, cache: ExtensibleKVCache) -> None:
+        self._backend = backend
+        self._cache = cache
+
+    def suspend(self, level: int = 1) -> None:
+        """Free what ``level`` frees, and every physical byte of the cache."""
+        self._backend.suspend(level)
+        self._cache.release_physical()
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Restore what ``tags`` name (None: all); the cache comes back zeroed."""
+        self._backend.resume(tags)
+        if tags is None or _TAG in tags:
+            self._cache.recommit()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Drop what ``tags`` name without keeping its contents."""
+        self._backend.discard(tags)
+        if _TAG in tags:
+            self._cache.release_physical()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)

@@ -1,0 +1,475 @@
+"""One worker's KV cache, from start-up to shutdown, on a vLLM that has none like it.
+
+Stock vLLM profiles, estimates what CUDA graphs will take, sizes, allocates, then
+warms up. Here the worker warms up for real before it answers the engine core:
+
+1. ``determine_available_memory``: stock's profile run without the graph estimate; the
+   cache is reserved at capacity, the blocks that warm-up addresses are committed,
+   stock's own ``initialize_from_config`` and ``compile_or_warm_up_model`` run over
+   them, and what is left is measured. The engine core plans with that number.
+2. ``initialize_from_config``: where the plan has the groups and strides that were
+   warmed up with, the cache is committed at the final count, views are bound again
+   at the same addresses, and the connector is created and registers. Otherwise the
+   early state is dropped and stock's path runs, over a reservation of the final size.
+3. ``compile_or_warm_up_model``: done already; the recorded times are returned.
+
+Where the size is given (CPU engines, ``kv_cache_memory_bytes``,
+``num_gpu_blocks_override``) nothing is measured and only the last part of 2 applies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvpad.hosts import StepAside, model_runners
+from vllm_kvpad.kv_cache import ExtensibleKVCache
+from vllm_kvpad.log import get_logger
+from vllm_kvpad.placement import (
+    pad_kv_cache_segments,
+    padding_bytes,
+    rounded_blocks,
+)
+from vllm_kvpad.sizing import MeasuredMemory, warm_up_blocks
+from vllm_kvpad.vmm import HostVmmDriver, VmmUnsupportedError, get_driver
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from vllm_kvpad.capabilities import ConnectorCapabilities
+    from vllm_kvpad.config import KvpadConfig
+    from vllm_kvpad.vmm import VmmDriver
+
+logger = get_logger(__name__)
+
+current_supply: ContextVar[SuppliedKVCache | None] = ContextVar(
+    "current_supply", default=None
+)
+"""Whose memory ``allocate_kv_cache`` hands out. Unset during stock's own profiling,
+whose nested allocations are not the real cache."""
+
+graphs_are_captured_before_sizing: ContextVar[bool] = ContextVar(
+    "graphs_are_captured_before_sizing", default=False
+)
+"""Whether stock's estimate of CUDA-graph memory would be for nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarmStart:
+    """What the worker was warmed up with before the engine core made its plan."""
+
+    kv_cache_config: KVCacheConfig  # placed: padded if need be, at capacity
+    planned_config: KVCacheConfig  # the same before padding
+    max_model_len: int
+    compilation_times: Any
+
+
+class SuppliedKVCache:
+    """Supplies one worker's KV cache. Methods take the worker and stock's method.
+
+    Args:
+        config: The operator's settings.
+        capabilities: What the configured connector does with the cache.
+    """
+
+    def __init__(
+        self, config: KvpadConfig, capabilities: ConnectorCapabilities
+    ) -> None:
+        self.config = config
+        self.capabilities = capabilities
+        self.cache: ExtensibleKVCache | None = None
+        self.stepped_aside = False
+        self._warm_start: _WarmStart | None = None
+        self._adopted = False
+        self._is_warming_up = False
+        self.is_adopting = False
+
+    # --- the worker's start-up, in order
+
+    def determine_available_memory(self, worker: Any, stock: Callable[[], int]) -> int:
+        """Bytes the KV cache may take on this worker, measured after warm-up."""
+        try:
+            driver = self._driver(worker)
+            layout = self._layout(worker)
+            if layout.name == "LHBNC":
+                raise StepAside(
+                    "layout LHBNC spreads a block over head groups whose distance "
+                    "depends on the block count"
+                )
+            if worker.cache_config.use_replayssm:
+                raise StepAside("ReplaySSM sizes its state when the cache is bound")
+        except StepAside as reason:
+            self._step_aside(worker, reason)
+            return stock()
+        if _size_is_given(worker):
+            return stock()
+        token = graphs_are_captured_before_sizing.set(True)
+        try:
+            without_graphs = stock()
+        finally:
+            graphs_are_captured_before_sizing.reset(token)
+        # A start-up plan may have given the size inside stock's method.
+        if _size_is_given(worker) or not worker.model_runner.get_kv_cache_spec():
+            return without_graphs
+        return self._measure(worker, driver, layout, without_graphs)
+
+    def initialize_from_config(
+        self,
+        worker: Any,
+        stock: Callable[[KVCacheConfig], None],
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        """Commit the cache at its final size and register it with the connector."""
+        if self._is_warming_up or not kv_cache_config.kv_cache_tensors:
+            return stock(kv_cache_config)
+        if self._warm_start is not None:
+            if self._can_adopt(worker, self._warm_start, kv_cache_config):
+                self._adopt(worker, stock, self._warm_start, kv_cache_config)
+                return None
+            self._drop_warm_start(worker)
+        try:
+            driver = self._driver(worker)
+            layout = self._layout(worker, kv_cache_config)
+        except StepAside as reason:
+            self._step_aside(worker, reason)
+            return stock(kv_cache_config)
+        self._initialize_given(worker, stock, kv_cache_config, driver, layout)
+        return None
+
+    def compile_or_warm_up_model(self, worker: Any, stock: Callable[[], Any]) -> Any:
+        """Return the times of the warm-up that already ran, or run stock's."""
+        if not self._adopted:
+            return stock()
+        assert self._warm_start is not None
+        from vllm.utils.torch_utils import set_random_seed
+
+        # Stock leaves the seed fresh here, and creating a connector may have drawn.
+        set_random_seed(
+            worker.model_config.seed, worker.parallel_config.data_parallel_index
+        )
+        return self._warm_start.compilation_times
+
+    # --- what the patched functions of vLLM ask during start-up
+
+    def create_connector(
+        self,
+        stock: Callable[[Any, KVCacheConfig], None],
+        vllm_config: Any,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        """Create the connector once the cache is final, never during warm-up."""
+        if self._is_warming_up:
+            return
+        assert self.cache is not None
+        stock(
+            vllm_config,
+            self.cache.connector_config(
+                kv_cache_config, vllm_config.cache_config.get_resolved_kv_cache_layout()
+            ),
+        )
+
+    def views(
+        self,
+        kv_cache_config: KVCacheConfig,
+        layout: KVCacheLayout,
+        kernel_block_sizes: list[int] | None,
+    ) -> dict[str, torch.Tensor]:
+        """Per-layer views, as vLLM's ``allocate_kv_cache`` returns them.
+
+        During warm-up they have the capacity's shape: kernels captured into CUDA
+        graphs may bake the number of blocks into TMA descriptors, which read
+        blocks beyond it as zeros without an error.
+        """
+        assert self.cache is not None
+        if self._is_warming_up:
+            return self.cache.full_views(kv_cache_config, layout, kernel_block_sizes)
+        return self.cache.committed_views(kv_cache_config, layout, kernel_block_sizes)
+
+    def rebind(self, runner: Any, kv_cache_config: KVCacheConfig) -> None:
+        """Give ``runner``, initialised at capacity, the cache at its final size."""
+        model_runners.rebind_kv_cache(runner, kv_cache_config)
+
+    # --- sleep and the end
+
+    def sleep_mode_backend(self, backend: Any) -> Any:
+        """Return ``backend`` extended to the supplied cache."""
+        assert self.cache is not None
+        from vllm_kvpad.hosts.sleep import CacheAwareSleepModeBackend
+
+        return CacheAwareSleepModeBackend(backend, self.cache)
+
+    def close(self) -> None:
+        """Give every byte back to the driver."""
+        if self.cache is not None:
+            self.cache.free()
+            self.cache = None
+
+    # --- details
+
+    def _driver(self, worker: Any) -> VmmDriver:
+        if worker.device.type == "cpu" and self.config.host_granule_bytes is not None:
+            return HostVmmDriver(self.config.host_granule_bytes)
+        try:
+            return get_driver(worker.device)
+        except VmmUnsupportedError as error:
+            raise StepAside(str(error)) from error
+
+    def _layout(
+        self, worker: Any, kv_cache_config: KVCacheConfig | None = None
+    ) -> KVCacheLayout:
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        name = kv_cache_config.kv_cache_layout if kv_cache_config is not None else None
+        layout = (
+            KVCacheLayout[name]
+            if name is not None
+            else worker.cache_config.get_resolved_kv_cache_layout()
+        )
+        if self.capabilities.name is not None and not layout.is_block_compact:
+            raise StepAside(
+                f"layout {layout.name} is not block-compact, which kvpad does not "
+                f"support together with {self.capabilities.name}"
+            )
+        return layout
+
+    def _step_aside(self, worker: Any, reason: StepAside) -> None:
+        from vllm_kvpad.plugin import step_aside
+
+        self.stepped_aside = True
+        step_aside(worker, self.config, str(reason))
+
+    def _placed(
+        self, config: KVCacheConfig, layout: KVCacheLayout, driver: VmmDriver
+    ) -> KVCacheConfig:
+        if not self.capabilities.registers_device_memory:
+            return config
+        return pad_kv_cache_segments(config, layout, driver.granularity)
+
+    @contextlib.contextmanager
+    def _supplying(self) -> Iterator[None]:
+        token = current_supply.set(self)
+        try:
+            yield
+        finally:
+            current_supply.reset(token)
+
+    def _initialize_given(
+        self,
+        worker: Any,
+        stock: Callable[[KVCacheConfig], None],
+        kv_cache_config: KVCacheConfig,
+        driver: VmmDriver,
+        layout: KVCacheLayout,
+    ) -> None:
+        """The size is given: reserve, commit all of it, and run stock's path."""
+        placed = self._placed(kv_cache_config, layout, driver)
+        self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
+        self.cache.commit(
+            placed.num_blocks, defragment=self.capabilities.registers_device_memory
+        )
+        with self._supplying():
+            stock(placed)
+        self._log_supplied(layout, kv_cache_config, placed)
+
+    def _measure(
+        self, worker: Any, driver: VmmDriver, layout: KVCacheLayout, without_graphs: int
+    ) -> int:
+        """Warm up over a capacity reservation; return the bytes that are left."""
+        from vllm.config import set_current_vllm_config
+        from vllm.v1.worker.startup_plan import maybe_save_startup_plan
+
+        runner = worker.model_runner
+        # Multimodal front ends: stock subtracts their share from what it returns.
+        reserved = int(worker.available_kv_cache_memory_bytes) - without_graphs
+        planned = model_runners.plan_kv_cache(
+            runner, worker.requested_memory - runner.model_memory_usage
+        )
+        bytes_per_block = planned.kv_cache_tensors[0].size // planned.num_blocks
+        warm_blocks = _min_across_ranks(
+            warm_up_blocks(
+                affordable_blocks=max(without_graphs // bytes_per_block, 0),
+                max_num_batched_tokens=worker.scheduler_config.max_num_batched_tokens,
+                max_num_seqs=worker.scheduler_config.max_num_seqs,
+                min_block_size=min(
+                    group.kv_cache_spec.block_size for group in planned.kv_cache_groups
+                ),
+                num_groups=len(planned.kv_cache_groups),
+            )
+        )
+        if warm_blocks < 1:
+            # Not even one block fits beside weights and activations on some rank:
+            # the engine core says so, with its advice, from this number.
+            return without_graphs
+
+        placed = self._placed(planned, layout, driver)
+        self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
+        self.cache.commit(warm_blocks)
+        free_before_warm_up = driver.free_memory()
+        self._is_warming_up = True
+        # Stock closes its warm-up with advice on --kv-cache-memory, computed from
+        # the size it would have chosen; without this attribute it stays silent.
+        peak = worker.__dict__.pop("peak_activation_memory")
+        try:
+            with self._supplying(), set_current_vllm_config(worker.vllm_config):
+                worker.initialize_from_config(placed)
+            # The views span the capacity, the memory behind them does not.
+            runner.kv_cache_config.num_blocks = warm_blocks
+            worker.cache_config.num_gpu_blocks = warm_blocks
+            times = worker.compile_or_warm_up_model()
+        finally:
+            self._is_warming_up = False
+            worker.peak_activation_memory = peak
+
+        driver.synchronize()
+        gc.collect()
+        model_runners.release_cached_memory()
+        memory = MeasuredMemory(
+            budget_bytes=int(worker.requested_memory),
+            initial_free_bytes=worker.init_snapshot.free_memory,
+            free_bytes=driver.free_memory(),
+            committed_bytes=self.cache.physical_bytes,
+            transient_peak_bytes=peak,
+            reserved_bytes=reserved,
+            margin_bytes=self.config.margin_bytes,
+        )
+        blocks = self.cache.blocks_within(max(memory.kv_cache_bytes, 0))
+        worker.available_kv_cache_memory_bytes = blocks * bytes_per_block
+        if blocks:
+            maybe_save_startup_plan(worker, blocks * bytes_per_block)
+        self._warm_start = _WarmStart(
+            kv_cache_config=placed,
+            planned_config=planned,
+            max_model_len=worker.model_config.max_model_len,
+            compilation_times=times,
+        )
+        logger.info(
+            "kvpad: measured after warm-up: budget %s, resident %s (of which warm-up "
+            "and CUDA graphs %s), activation peak %s, left for the KV cache %s: "
+            "%d blocks of %d bytes",
+            _gib(memory.budget_bytes),
+            _gib(memory.resident_bytes),
+            _gib(free_before_warm_up - memory.free_bytes),
+            _gib(memory.transient_peak_bytes),
+            _gib(memory.kv_cache_bytes),
+            blocks,
+            bytes_per_block,
+        )
+        return blocks * bytes_per_block
+
+    def _can_adopt(self, worker: Any, warm: _WarmStart, final: KVCacheConfig) -> bool:
+        """Whether every rank was warmed up with what the engine core planned.
+
+        One answer for all ranks: a rank that warms up again alone would wait in a
+        collective for the others.
+        """
+        planned = warm.planned_config
+        same = (
+            final.num_blocks <= planned.num_blocks
+            and final.kv_cache_groups == planned.kv_cache_groups
+            and [(t.layers, t.block_stride) for t in final.kv_cache_tensors]
+            == [(t.layers, t.block_stride) for t in planned.kv_cache_tensors]
+            and final.kv_cache_layout
+            in (None, worker.cache_config.get_resolved_kv_cache_layout().name)
+            and worker.model_config.max_model_len == warm.max_model_len
+        )
+        if final.has_mamba_layers:
+            # Each sequence holds a state block; stock refuses to capture graphs for
+            # more sequences than blocks, and the fall-back lets it say so.
+            same = same and worker.scheduler_config.max_num_seqs <= final.num_blocks
+        return bool(_min_across_ranks(int(same)))
+
+    def _adopt(
+        self,
+        worker: Any,
+        stock: Callable[[KVCacheConfig], None],
+        warm: _WarmStart,
+        final: KVCacheConfig,
+    ) -> None:
+        assert self.cache is not None
+        self.cache.commit(
+            final.num_blocks,
+            defragment=self.capabilities.registers_device_memory,
+            shrink=True,
+        )
+        placed = dataclasses.replace(
+            final, kv_cache_tensors=warm.kv_cache_config.kv_cache_tensors
+        )
+        self.is_adopting = True
+        try:
+            with self._supplying():
+                stock(placed)
+        finally:
+            self.is_adopting = False
+        self._adopted = True
+        self._log_supplied(
+            self._layout(worker, final), warm.planned_config, warm.kv_cache_config
+        )
+
+    def _drop_warm_start(self, worker: Any) -> None:
+        logger.info(
+            "kvpad: the engine's plan differs from what this worker warmed up with; "
+            "it warms up again over a cache of the planned size"
+        )
+        model_runners.drop_kv_cache(worker.model_runner)
+        self.close()
+        self._warm_start = None
+
+    def _log_supplied(
+        self, layout: KVCacheLayout, planned: KVCacheConfig, placed: KVCacheConfig
+    ) -> None:
+        cache = self.cache
+        assert cache is not None
+        facts = {
+            "host": "supply",
+            "connector": self.capabilities.name,
+            "registers_device_memory": self.capabilities.registers_device_memory,
+            "source": self.capabilities.source,
+            "layout": layout.name,
+            "segments": len(cache.segments),
+            "granule_bytes": cache.driver.granularity,
+            "chunks": cache.num_chunks,
+            "blocks": cache.num_committed_blocks,
+            "capacity_blocks": cache.capacity_blocks,
+            "bytes_per_block": cache.bytes_per_block,
+            "committed_bytes": cache.num_committed_blocks * cache.bytes_per_block,
+            "physical_bytes": cache.physical_bytes,
+            "address_space_bytes": cache.size,
+            "padding_bytes": padding_bytes(planned, placed),
+            "rounded_blocks": rounded_blocks(
+                cache.segments, cache.num_committed_blocks, cache.driver.granularity
+            ),
+        }
+        logger.info("kvpad: KV cache supplied: %s", json.dumps(facts))
+
+
+def _size_is_given(worker: Any) -> bool:
+    cache_config = worker.cache_config
+    return bool(
+        cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override
+    )
+
+
+def _min_across_ranks(value: int) -> int:
+    """The least ``value`` of all workers of this engine."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return value
+    agreed = torch.tensor([value], dtype=torch.int64)
+    torch.distributed.all_reduce(
+        agreed, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group
+    )
+    return int(agreed.item())
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
