@@ -1,0 +1,520 @@
+"""Start real vLLM engines, send text through them, and leave none behind.
+
+The demo (``prefill_decode.py``) and the end-to-end tests share this module:
+
+- :class:`Engine` is one OpenAI-compatible server in a process group of its own, on
+  loopback, with ports that were free when it started and a log file.
+- :class:`PrefillDecodePair` is two of them that hand the KV cache over by NIXL.
+
+Every server runs under a small supervisor (this file, run as a program) that
+watches a pipe from its parent: whatever ends the parent, SIGKILL included, also
+ends the server's whole group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BLOCK_SIZE = 32  # tokens; the CPU attention kernels of vLLM want this
+MAX_MODEL_LEN = 1024  # tokens
+
+_STARTUP_SECONDS = 240.0
+_REQUEST_SECONDS = 120.0
+_STOP_SECONDS = 15.0  # between SIGINT and SIGKILL
+_SIDE_CHANNEL_PORTS = 8  # consecutive; NIXL adds a rank to the first
+
+_SUPPLIED = re.compile(r"kvpad: KV cache supplied: (\{.*\})")
+_TP_RANK = re.compile(r"Worker_TP(\d+)")
+
+
+class EngineError(RuntimeError):
+    """An engine died, did not become healthy, or refused a request."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start; everything a test varies between engines.
+
+    Attributes:
+        model: Folder of the checkpoint.
+        plugins: Names for ``VLLM_PLUGINS``; empty is stock vLLM.
+        kv_transfer: ``--kv-transfer-config``, or None for no connector.
+        additional: ``--additional-config``, or None.
+        tensor_parallel: Worker processes.
+        args: Further command-line arguments.
+        env: Further environment variables.
+    """
+
+    model: Path
+    plugins: tuple[str, ...] = ()
+    kv_transfer: Mapping[str, Any] | None = None
+    additional: Mapping[str, Any] | None = None
+    tensor_parallel: int = 1
+    args: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, port: int) -> list[str]:
+        """The server's command line on ``port``."""
+        # `python -m`, since the `vllm` script of the CPU wheel looks for the
+        # metadata of a distribution named vllm and fails.
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.model)),
+            *("--served-model-name", "model"),
+            *("--host", "127.0.0.1"),
+            *("--port", str(port)),
+            *("--block-size", str(BLOCK_SIZE)),
+            *("--max-model-len", str(MAX_MODEL_LEN)),
+            *("--max-num-seqs", "8"),
+            *("--tensor-parallel-size", str(self.tensor_parallel)),
+            "--enforce-eager",
+            # Every prompt then moves all of its blocks, also when sent again.
+            "--no-enable-prefix-caching",
+            "--disable-uvicorn-access-log",
+        ]
+        if self.kv_transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
+        if self.additional is not None:
+            command += ["--additional-config", json.dumps(self.additional)]
+        return [*command, *self.args]
+
+    def environment(self, side_channel_port: int) -> dict[str, str]:
+        """The server's environment: the caller's, and what the spec says."""
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            # What a developer has set for an engine of their own.
+            if not name.startswith(("VLLM_", "COV_"))
+        }
+        return {
+            **inherited,
+            "VLLM_PLUGINS": ",".join(self.plugins),
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "UCX_RCACHE_MAX_UNRELEASED": "1024",  # as vLLM sets it, but earlier
+            "PYTHONUNBUFFERED": "1",
+            "NO_COLOR": "1",
+            **self.env,
+        }
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one prompt.
+
+    Attributes:
+        text: What the model wrote.
+        prompt_tokens: Length of the prompt.
+        kv_transfer_params: What the connector wants passed on, or None.
+    """
+
+    text: str
+    prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+
+
+class Engine:
+    """One vLLM server. A context manager; stopped on exit, whatever happens."""
+
+    def __init__(self, name: str, spec: EngineSpec, log_dir: Path) -> None:
+        """Start the server; it is not ready before :meth:`wait_healthy`.
+
+        Args:
+            name: For messages and the log's file name.
+            spec: What to start.
+            log_dir: Folder for the log, made if missing.
+        """
+        self.name = name
+        self.spec = spec
+        self.port = free_ports(1)
+        self._side_channel_port = free_ports(_SIDE_CHANNEL_PORTS)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_path = log_dir / f"{name}.log"
+        command = spec.command(self.port)
+        with self.log_path.open("w") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", __file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=spec.environment(self._side_channel_port),
+                cwd=log_dir,
+                start_new_session=True,
+            )
+        assert self._supervisor.stdout is not None
+        self.pid = int(self._supervisor.stdout.readline())
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def wait_healthy(
+        self,
+        progress: Callable[[str], None] = lambda line: None,
+        timeout: float = _STARTUP_SECONDS,
+    ) -> float:
+        """Wait until the server answers; return the seconds that took.
+
+        Args:
+            progress: Told about once a second how long it has been.
+            timeout: Seconds after which waiting is given up.
+
+        Raises:
+            EngineError: The server died or was not healthy in time. The message
+                ends with the log's last lines.
+        """
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < timeout:
+            if (status := self._supervisor.poll()) is not None:
+                raise EngineError(
+                    f"engine {self.name} died with status {status} after "
+                    f"{waited:.0f} s; {self.log_path} ends:\n{self.log_tail()}"
+                )
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                self._http("/health", timeout=2.0)
+                return waited
+            progress(f"{self.name}: starting, {waited:.0f} s")
+            time.sleep(0.5)
+        raise EngineError(
+            f"engine {self.name} not healthy after {timeout:.0f} s; "
+            f"{self.log_path} ends:\n{self.log_tail()}"
+        )
+
+    def wait_exit(self, timeout: float = _STARTUP_SECONDS) -> int:
+        """Wait for a server that should end by itself; return its exit status.
+
+        Raises:
+            EngineError: It became healthy, or did neither in ``timeout`` seconds.
+        """
+        began = time.monotonic()
+        while time.monotonic() - began < timeout:
+            if (status := self._supervisor.poll()) is not None:
+                return status
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                self._http("/health", timeout=2.0)
+                raise EngineError(f"engine {self.name} started; it should not have")
+            time.sleep(0.2)
+        raise EngineError(f"engine {self.name} neither started nor ended")
+
+    def stop(self) -> None:
+        """End the server and all its processes. Harmless when repeated."""
+        assert self._supervisor.stdin is not None
+        assert self._supervisor.stdout is not None
+        # The supervisor takes the closed pipe for our death, and acts.
+        with contextlib.suppress(OSError):
+            self._supervisor.stdin.close()
+        self._supervisor.wait(timeout=_STOP_SECONDS + 15)
+        self._supervisor.stdout.close()
+
+    def complete(
+        self,
+        prompt: str,
+        max_tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Continue ``prompt`` greedily by at most ``max_tokens`` tokens.
+
+        Raises:
+            EngineError: The server refused or died.
+        """
+        body: dict[str, Any] = {
+            "model": "model",
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = dict(kv_transfer_params)
+        try:
+            answer = json.loads(self._http("/v1/completions", body))
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")
+            raise EngineError(f"engine {self.name}: {error}: {detail}") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(
+                f"engine {self.name}: {error}; {self.log_path} ends:\n{self.log_tail()}"
+            ) from error
+        return Completion(
+            text=answer["choices"][0]["text"],
+            prompt_tokens=answer["usage"]["prompt_tokens"],
+            kv_transfer_params=answer.get("kv_transfer_params"),
+        )
+
+    def metric(self, name: str) -> float:
+        """The sum of Prometheus samples called ``name`` over their labels.
+
+        Raises:
+            KeyError: The server exports no such metric.
+        """
+        pattern = re.compile(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", re.MULTILINE)
+        values = pattern.findall(self._http("/metrics"))
+        if not values:
+            raise KeyError(f"engine {self.name} exports no metric {name}")
+        return sum(map(float, values))
+
+    def log_text(self) -> str:
+        """The log so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def log_tail(self, lines: int = 40) -> str:
+        """The log's last ``lines`` lines."""
+        return "\n".join(self.log_text().splitlines()[-lines:])
+
+    def supplied(self) -> list[dict[str, Any]]:
+        """What kvpad logged about each worker's KV cache, in rank order.
+
+        Empty when the engine is stock, or kvpad stepped aside.
+        """
+        found = [
+            (int(rank[1]) if (rank := _TP_RANK.search(line)) else 0, match[1])
+            for line in self.log_text().splitlines()
+            if (match := _SUPPLIED.search(line))
+        ]
+        return [json.loads(facts) for _, facts in sorted(found)]
+
+    def pids(self) -> list[int]:
+        """All processes of the server: those in its process group."""
+        return process_group(self.pid)
+
+    def _http(
+        self, path: str, body: object = None, timeout: float = _REQUEST_SECONDS
+    ) -> str:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        # No proxy: the server is on this machine whatever the environment says.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=timeout) as response:
+            return str(response.read().decode())
+
+
+@dataclass(frozen=True)
+class Handover:
+    """One prompt that was prefilled in one engine and decoded in another.
+
+    Attributes:
+        prompt: The prompt.
+        text: What the decode engine wrote.
+        prompt_tokens: Length of the prompt.
+        blocks: Blocks that the prefill engine offered.
+        bytes_transferred: What NIXL says the decode engine read, all ranks.
+    """
+
+    prompt: str
+    text: str
+    prompt_tokens: int
+    blocks: int
+    bytes_transferred: int
+
+
+NIXL: dict[str, Any] = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+}
+
+
+class PrefillDecodePair:
+    """A prefill and a decode engine that share KV caches over NIXL."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: EngineSpec,
+        log_dir: Path,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Start both and wait until they are healthy.
+
+        Args:
+            name: Prefix of the engines' names.
+            spec: What both run; its ``kv_transfer`` is replaced unless it is set.
+            log_dir: Folder for the logs.
+            progress: Told how starting goes.
+
+        Raises:
+            EngineError: One of them did not start; neither is left running.
+        """
+        self.name = name
+        if spec.kv_transfer is None:
+            spec = EngineSpec(**{**vars(spec), "kv_transfer": NIXL})
+        with contextlib.ExitStack() as stack:
+            engines = []
+            # One after the other: two that measure memory at once disagree.
+            for role in ("prefill", "decode"):
+                engine = stack.enter_context(Engine(f"{name}-{role}", spec, log_dir))
+                engine.wait_healthy(progress)
+                engines.append(engine)
+            self.prefill, self.decode = engines
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> PrefillDecodePair:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End both engines. Harmless when repeated."""
+        self._stack.close()
+
+    def run(self, prompt: str, max_tokens: int) -> Handover:
+        """Prefill ``prompt`` in one engine, continue it in the other.
+
+        Raises:
+            EngineError: A server refused, or no transfer was reported.
+        """
+        offered = self.prefill.complete(
+            prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True}
+        )
+        params = offered.kv_transfer_params
+        if not params or not params.get("remote_block_ids"):
+            raise EngineError(
+                f"engine {self.prefill.name} offered no blocks: {params!r}"
+            )
+        before = self._transferred()
+        answer = self.decode.complete(prompt, max_tokens, kv_transfer_params=params)
+        after = self._transferred()
+        # The worker's numbers reach /metrics with a later step's output.
+        deadline = time.monotonic() + 5
+        expected = before[0] + self.decode.spec.tensor_parallel
+        while after[0] < expected and time.monotonic() < deadline:
+            time.sleep(0.05)
+            after = self._transferred()
+        return Handover(
+            prompt=prompt,
+            text=answer.text,
+            prompt_tokens=answer.prompt_tokens,
+            blocks=sum(len(group) for group in params["remote_block_ids"]),
+            bytes_transferred=after[1] - before[1],
+        )
+
+    def failed_transfers(self) -> int:
+        """Failed NIXL transfers, handshakes and notifications on both sides."""
+        return sum(
+            int(engine.metric("vllm:nixl_num_failed_transfers_total"))
+            for engine in (self.prefill, self.decode)
+        )
+
+    def _transferred(self) -> tuple[int, int]:
+        """Transfers and bytes that the decode engine has read so far."""
+        return (
+            int(self.decode.metric("vllm:nixl_bytes_transferred_count")),
+            int(self.decode.metric("vllm:nixl_bytes_transferred_sum")),
+        )
+
+
+_reserved: set[int] = set()
+
+
+def free_ports(count: int) -> int:
+    """Find ``count`` consecutive TCP ports that are free; return the first.
+
+    They lie below the range the kernel gives to outgoing connections, so that none
+    of those takes one between this call and the server's bind.
+
+    Raises:
+        OSError: None were found.
+    """
+    for _ in range(200):
+        first = random.randrange(20000, 32000 - count)
+        ports = range(first, first + count)
+        if not _reserved.isdisjoint(ports):
+            continue
+        with contextlib.ExitStack() as stack:
+            try:
+                for port in ports:
+                    bound = stack.enter_context(socket.socket())
+                    bound.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _reserved.update(ports)
+        return first
+    raise OSError(f"no {count} consecutive free TCP ports between 20000 and 32000")
+
+
+def process_group(group: int) -> list[int]:
+    """The pids of a process group, zombies left out."""
+    return sorted(
+        pid for pid, state, found in _processes() if found == group and state != "Z"
+    )
+
+
+def _processes() -> Iterator[tuple[int, str, int]]:
+    """Pid, state and process group of every process."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # The name, in parentheses, may hold spaces and parentheses.
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                yield int(entry.name), fields[0], int(fields[2])
+
+
+def _supervise(command: Sequence[str]) -> int:
+    """Run ``command`` in a group of its own until it ends or stdin closes.
+
+    Prints the group's id on stdout, then ends the whole group in either case.
+    Returns the command's exit status, shell style (128 + signal).
+    """
+    server = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        # The caller's stderr is the log; stdout only carries the id below.
+        stdout=sys.stderr.fileno(),
+        start_new_session=True,
+    )
+    print(server.pid, flush=True)
+
+    def stop_when_orphaned() -> None:
+        while os.read(0, 4096):
+            pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGINT)
+        time.sleep(_STOP_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+    threading.Thread(target=stop_when_orphaned, daemon=True).start()
+    # Seen, but not reaped: until it is, no other group can get the number.
+    os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
+    deadline = time.monotonic() + _STOP_SECONDS / 3
+    while process_group(server.pid) and time.monotonic() < deadline:
+        select.select([], [], [], 0.1)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    status = server.wait()
+    return status if status >= 0 else 128 - status
+
+
+if __name__ == "__main__":
+    sys.exit(_supervise(sys.argv[1:]))
