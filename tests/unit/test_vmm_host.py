@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vmm_probes import GRANULE, address_space, memfds
 
 from vllm_kvpad import vmm
 from vllm_kvpad.vmm import (
@@ -24,7 +25,6 @@ from vllm_kvpad.vmm import (
 )
 from vllm_kvpad.vmm import host as host_module
 
-GRANULE = 64 << 10
 MADV_DONTFORK = 10
 
 
@@ -35,19 +35,6 @@ def lines_of_maps(start: int, size: int) -> list[str]:
         low, high = (int(part, 16) for part in line.split()[0].split("-"))
         if low < start + size and high > start:
             found.append(line)
-    return found
-
-
-def memfds() -> list[str]:
-    """Descriptors of this process that are kvpad's memfds."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the descriptor that listed the folder
-            continue
-        if "memfd:kvpad" in target:
-            found.append(name)
     return found
 
 
@@ -122,16 +109,12 @@ def test_a_reservation_may_exceed_the_memory_of_the_machine() -> None:
 def test_reserving_leaves_no_address_space_beside_the_range() -> None:
     # The range is over-reserved to align it; the ends must be given back.
     driver = HostVmmDriver(64 << 20)
-    before = _address_space()
+    before = address_space()
     ranges = [driver.reserve(64 << 20) for _ in range(20)]
-    assert _address_space() - before <= 20 * (64 << 20) + (1 << 20)
+    assert address_space() - before <= 20 * (64 << 20) + (1 << 20)
     for address in ranges:
         driver.free_address(address, 64 << 20)
-    assert _address_space() - before <= 1 << 20
-
-
-def _address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    assert address_space() - before <= 1 << 20
 
 
 def test_a_chunk_is_one_mapping_of_one_memfd_and_reads_zero(
