@@ -86,6 +86,9 @@ class ConnectorCapabilities:
         brings_memory_pool: Why the cache will live in the connector's own memory
             pool, or None if it will not.
         unsupported: Why kvpad cannot serve this connector at all, or None.
+        needs_plain_placement: Why the connector needs vLLM's unpadded placement, all
+            layers in one storage, or None. Then it cannot be combined with one that
+            registers, and without one kvpad's views must share one storage.
         off_on_rocm: Whether the extensible cache is off on ROCm for this connector.
         children: The answers for the children of a ``MultiConnector``, in order.
     """
@@ -98,6 +101,7 @@ class ConnectorCapabilities:
     declared: bool = True
     brings_memory_pool: str | None = None
     unsupported: str | None = None
+    needs_plain_placement: str | None = None
     off_on_rocm: bool = False
     children: tuple[ConnectorCapabilities, ...] = ()
 
@@ -120,6 +124,11 @@ class ConnectorCapabilities:
             )
         if self.unsupported:
             reasons.append(f"{self.name}: {self.unsupported}")
+        if self.registers_device_memory and self.needs_plain_placement:
+            reasons.append(
+                f"{self.name} registers device memory, which needs padding, and cannot "
+                f"have it ({self.needs_plain_placement})"
+            )
         if rocm and self.off_on_rocm:
             reasons.append(f"{self.name} on ROCm")
         return tuple(reasons)
@@ -225,8 +234,6 @@ def _resolve_one(
         else:
             exports = _Answer(False, "undeclared, treated as not exporting")
 
-    pools = [c.brings_memory_pool for c in children if c.brings_memory_pool]
-    unsupported = [c.unsupported for c in children if c.unsupported]
     return ConnectorCapabilities(
         name=name,
         registers_device_memory=registers.value,
@@ -235,11 +242,11 @@ def _resolve_one(
         exports_source=exports.source,
         declared=declared,
         brings_memory_pool=_memory_pool(connector_class, config, index, row)
-        or "; ".join(pools)
-        or None,
+        or _joined(children, "brings_memory_pool"),
         unsupported=(row.unsupported if row else None)
-        or "; ".join(unsupported)
-        or None,
+        or _joined(children, "unsupported"),
+        needs_plain_placement=(row.needs_plain_placement if row else None)
+        or _joined(children, "needs_plain_placement"),
         off_on_rocm=bool(row and row.off_on_rocm)
         or any(child.off_on_rocm for child in children),
         children=children,
@@ -436,6 +443,12 @@ def _any_child(
     yes = [child for child in children if getattr(child, value)]
     sources = [f"{child.name}: {getattr(child, source)}" for child in yes or children]
     return _Answer(bool(yes), "; ".join(sources))
+
+
+def _joined(children: tuple[ConnectorCapabilities, ...], reason: str) -> str | None:
+    """The reasons that children give, each with the child's name; None if none do."""
+    named = [(child.name, getattr(child, reason)) for child in children]
+    return "; ".join(f"{name}: {why}" for name, why in named if why) or None
 
 
 def _memory_pool(

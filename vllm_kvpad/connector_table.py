@@ -15,8 +15,12 @@ ask for it when called.
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -63,6 +67,8 @@ class Row:
         memory_pool: The reason why ``get_mem_pool_context`` returns a pool, or None.
         off_on_rocm: The extensible cache is off on ROCm for it.
         unsupported: Why kvpad cannot serve it at all.
+        needs_plain_placement: Why it cannot work beside a connector that registers:
+            it computes addresses from vLLM's unpadded placement in one storage.
         wraps_children: Its answers are those of the connectors it wraps.
         registered_names: Further names the factory registers for the same class.
     """
@@ -74,6 +80,7 @@ class Row:
     memory_pool: Callable[[KVTransferConfig], str | None] = _no_pool
     off_on_rocm: bool = False
     unsupported: str | None = None
+    needs_plain_placement: str | None = None
     wraps_children: bool = False
     registered_names: tuple[str, ...] = ()
 
@@ -144,6 +151,83 @@ def _mooncake_store_pool(config: KVTransferConfig) -> str | None:
     return f"custom_mem_pool={pool!r}" if pool else None
 
 
+# Mooncake's own source decides the transport, not mooncake_protocol
+# (mooncake-transfer-engine/src/transfer_engine_impl.cpp): in a build with NVLink
+# transports, MC_INTRANODE_NVLINK installs the intra-node one, which takes a
+# cudaIpcGetMemHandle of what it registers, and MC_FORCE_MNNVL the other, which does so
+# if MC_USE_NVLINK_IPC is set and uses VMM handles otherwise.  Mooncake looks only at
+# whether the variables exist, whatever their value.
+def _mooncake_exports(config: KVTransferConfig) -> Verdict:
+    if "MC_INTRANODE_NVLINK" in os.environ:
+        return Verdict(True, "MC_INTRANODE_NVLINK: shares CUDA IPC handles")
+    if "MC_FORCE_MNNVL" in os.environ and "MC_USE_NVLINK_IPC" in os.environ:
+        return Verdict(True, "MC_USE_NVLINK_IPC: shares CUDA IPC handles")
+    return _NO_EXPORT(config)
+
+
+# LMCache's multi-process mode, read in lmcache 0.5.6: the worker's transfer context
+# (lmcache/v1/multiprocess/transfer_context/worker_transfer.py) either copies itself
+# ("engine_driven") or wraps each layer for the server ("lmcache_driven", the default
+# on CUDA).  The wrapper (lmcache/v1/platform/devices/cuda) is a legacy IPC handle
+# unless the connector's lmcache.mp.use_vmm_api is on, which exports the one physical
+# allocation that a layer must then lie in (LMCache pull request 4805).
+def _lmcache_mp_vmm(config: KVTransferConfig) -> bool:
+    wanted = str(_extra(config, "lmcache.mp.use_vmm_api", False)).strip().lower()
+    return wanted in ("1", "true", "yes", "on") and _lmcache_has(
+        "v1/platform/ipc_policy.py", "v1/platform/vmm_ipc.py"
+    )
+
+
+def _lmcache_mp_copies(mode: object) -> bool:
+    return str(mode).strip().lower() == "engine_driven" and _lmcache_has(
+        "v1/multiprocess/transfer_mode.py"
+    )
+
+
+def _lmcache_mp_exports(config: KVTransferConfig) -> Verdict:
+    mode = _extra(config, "lmcache.mp.mp_transfer_mode") or os.environ.get(
+        "LMCACHE_MP_TRANSFER_MODE"
+    )
+    if _lmcache_mp_copies(mode):
+        return Verdict(False, "engine_driven: LMCache copies in the worker")
+    if _lmcache_mp_vmm(config):
+        return Verdict(False, f"{_lmcache()} exports VMM memory (use_vmm_api)")
+    return Verdict(
+        True,
+        f"sends CUDA IPC handles to the LMCache server; {_lmcache()}, "
+        "lmcache.mp.use_vmm_api off or not supported",
+    )
+
+
+def _lmcache_mp_registers(config: KVTransferConfig) -> Verdict:
+    if _lmcache_mp_vmm(config):
+        return Verdict(True, "use_vmm_api: exports each layer's physical allocation")
+    return Verdict(False, "the LMCache server or worker copies blocks")
+
+
+# vLLM's own class of 0.32.0 and 0.33.0 passes LMCache none of its extra configuration
+# (lmcache_mp_connector.py, create_worker_adapter), so only the environment counts.
+def _vllm_lmcache_mp_exports(config: KVTransferConfig) -> Verdict:
+    if _lmcache_mp_copies(os.environ.get("LMCACHE_MP_TRANSFER_MODE")):
+        return Verdict(False, "engine_driven: LMCache copies in the worker")
+    return Verdict(True, f"sends CUDA IPC handles to the LMCache server; {_lmcache()}")
+
+
+def _lmcache_has(*files: str) -> bool:
+    """Whether the installed LMCache has one of ``files``, without importing it."""
+    spec = importlib.util.find_spec("lmcache")
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    return any((Path(folder) / file).is_file() for folder in folders for file in files)
+
+
+def _lmcache() -> str:
+    try:
+        return f"lmcache {importlib.metadata.version('lmcache')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "lmcache is not installed"
+
+
+_LMCACHE = "lmcache.integration.vllm"
 NIXL_BASE = f"{_V1}.nixl.connector.NixlBaseConnector"
 MULTI_CONNECTOR = "MultiConnector"
 
@@ -177,11 +261,13 @@ ROWS: tuple[Row, ...] = (
         registers=_always(
             True, "registers the KV cache with the Mooncake transfer engine"
         ),
+        exports=_mooncake_exports,
     ),
     Row(
         name="MooncakeStoreConnector",
         classes=(f"{_V1}.mooncake.store.connector.MooncakeStoreConnector",),
         registers=_mooncake_store,
+        exports=_mooncake_exports,
         memory_pool=_mooncake_store_pool,
     ),
     # moriio/moriio_connector.py: register_kv_caches() registers a tensor per layer,
@@ -211,11 +297,14 @@ ROWS: tuple[Row, ...] = (
         registers=_always(False, "copies blocks to host memory"),
     ),
     # simple_cpu_offload_connector.py, v1/simple_kv_offload/worker.py: cuMemcpy
-    # batches between the caches and pinned host memory.
+    # batches between the caches and pinned host memory.  register_kv_caches() cuts
+    # one storage into blocks by the config's offsets and layer strides, and needs
+    # each layer stride to be a whole number of blocks.
     Row(
         name="SimpleCPUOffloadConnector",
         classes=(f"{_V1}.simple_cpu_offload_connector.SimpleCPUOffloadConnector",),
         registers=_always(False, "copies blocks to pinned host memory"),
+        needs_plain_placement="cuts one storage into blocks by vLLM's placement",
     ),
     # example_connector.py: indexes the layers with torch and writes safetensors.
     Row(
@@ -253,20 +342,36 @@ ROWS: tuple[Row, ...] = (
         registers=_always(False, "moves blocks between its hot and host pools"),
         unsupported="part of the KV cache is host-resident, sized with the device's",
     ),
-    # lmcache_connector.py: LMCache in the worker process.  register_kv_caches() gives
-    # the tensors to LMCache's GPU connectors, which copy with kernels into LMCache's
-    # own buffers; those are what its NIXL and GDS backends register.
+    # lmcache_connector.py, and LMCache's own classes: LMCache in the worker process.
+    # register_kv_caches() gives the tensors to LMCache's GPU connectors, which copy
+    # with kernels into LMCache's own buffers; those are what its NIXL and GDS
+    # backends register.
     Row(
         name="LMCacheConnectorV1",
-        classes=(f"{_V1}.lmcache_connector.LMCacheConnectorV1",),
+        classes=(
+            f"{_V1}.lmcache_connector.LMCacheConnectorV1",
+            f"{_LMCACHE}.lmcache_connector_v1.LMCacheConnectorV1Dynamic",
+            f"{_LMCACHE}.lmcache_connector_v1_085.LMCacheConnectorV1Dynamic",
+        ),
         registers=_always(False, "copies blocks into LMCache's own buffers"),
     ),
-    # lmcache_mp_connector.py.
     Row(
         name="LMCacheMPConnector",
         classes=(f"{_V1}.lmcache_mp_connector.LMCacheMPConnector",),
-        registers=_always(False, "the LMCache server copies blocks"),
-        exports=_always(True, "sends CUDA IPC handles to the LMCache server"),
+        registers=_always(False, "the LMCache server or worker copies blocks"),
+        exports=_vllm_lmcache_mp_exports,
+    ),
+    # LMCache's documentation has people load its own class of the same name through
+    # kv_connector_module_path; that one passes its extra configuration on.
+    Row(
+        name=f"{_LMCACHE}.LMCacheMPConnector",
+        classes=(
+            f"{_LMCACHE}.lmcache_mp_connector.LMCacheMPConnector",
+            f"{_LMCACHE}.lmcache_mp_connector_0180.LMCacheMPConnector",
+            f"{_LMCACHE}.lmcache_mp_connector_0201.LMCacheMPConnector",
+        ),
+        registers=_lmcache_mp_registers,
+        exports=_lmcache_mp_exports,
     ),
     # flexkv_connector.py forwards to FlexKV's adapter, which wraps each layer in a
     # TensorSharedHandle (flexkv/common/memory_handle.py): torch's reduce_tensor, then
