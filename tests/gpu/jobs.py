@@ -248,6 +248,7 @@ def transfer_peer(
     from vllm import SamplingParams
 
     registered = record_registrations()
+    transfers = record_transfers()
     engine, _ = build_engine(
         kv_transfer_config={
             "kv_connector": "NixlConnector",
@@ -297,7 +298,7 @@ def transfer_peer(
             conversation.send(
                 {
                     "regions": [check_region(*region) for region in registered],
-                    "transfers": transfer_counts(engine),
+                    "transfers": dict(transfers),
                     **memory_facts(engine),
                 }
             )
@@ -340,15 +341,28 @@ def check_region(address: int, size: int) -> dict[str, Any]:
     }
 
 
-def transfer_counts(engine: Any) -> dict[str, float]:
-    """NIXL's counters as the connector of this process keeps them."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+def record_transfers() -> dict[str, int]:
+    """Count this process's NIXL transfers; vLLM empties its own counts each step."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
+        NixlKVConnectorStats,
+    )
 
-    worker = get_kv_transfer_group().connector_worker
-    stats = worker.xfer_stats
-    return {name: len(values) for name, values in stats.data.items()} | {
-        "bytes": sum(stats.data.get("bytes_transferred", []))
-    }
+    counts = {"transfers": 0, "bytes": 0, "failed": 0}
+    record_transfer = NixlKVConnectorStats.record_transfer
+    record_failed_transfer = NixlKVConnectorStats.record_failed_transfer
+
+    def counting_transfer(self: Any, result: Any) -> None:
+        counts["transfers"] += 1
+        counts["bytes"] += result.totalBytes
+        record_transfer(self, result)
+
+    def counting_failure(self: Any) -> None:
+        counts["failed"] += 1
+        record_failed_transfer(self)
+
+    NixlKVConnectorStats.record_transfer = counting_transfer
+    NixlKVConnectorStats.record_failed_transfer = counting_failure
+    return counts
 
 
 def commit_times(conversation: Conversation, gib: int, layers: int) -> dict[str, Any]:

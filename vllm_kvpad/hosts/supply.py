@@ -31,6 +31,11 @@ _ATTENTION_V2 = "vllm.v1.worker.gpu.attn_utils"
 _supplies: weakref.WeakKeyDictionary[Any, SuppliedKVCache] = weakref.WeakKeyDictionary()
 
 
+def supply_of(worker: Any) -> SuppliedKVCache | None:
+    """Return what supplies ``worker``'s KV cache, None where kvpad has no charge."""
+    return _supplies.get(worker)
+
+
 class SupplyHost:
     """The whole cache, from reservation to sleep, is kvpad's."""
 
@@ -112,7 +117,7 @@ def _method_of_supply(name: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            supply = _supplies.get(self)
+            supply = supply_of(self)
             if supply is None or supply.stepped_aside:
                 return original(self, *args, **kwargs)
             stock = functools.partial(original, self)
@@ -130,7 +135,7 @@ def _sleep_mode_backend(original: property) -> property:
     @functools.wraps(stock)
     def sleep_mode_backend(self: Any) -> Any:
         backend = stock(self)
-        supply = _supplies.get(self)
+        supply = supply_of(self)
         if supply is None or supply.cache is None:
             return backend
         return supply.sleep_mode_backend(backend)
@@ -153,8 +158,9 @@ def _ensure_kv_transfer_initialized(original: Any) -> Any:
     def ensure_kv_transfer_initialized(vllm_config: Any, kv_cache_config: Any) -> None:
         supply = current_supply.get()
         if supply is None:
-            return original(vllm_config, kv_cache_config)
-        return supply.create_connector(original, vllm_config, kv_cache_config)
+            original(vllm_config, kv_cache_config)
+        else:
+            supply.create_connector(original, vllm_config, kv_cache_config)
 
     return ensure_kv_transfer_initialized
 
@@ -182,8 +188,9 @@ def _initialize_kv_cache(original: Any) -> Any:
     ) -> None:
         supply = current_supply.get()
         if supply is None or not supply.is_adopting:
-            return original(self, kv_cache_config, *args, **kwargs)
-        return supply.rebind(self, kv_cache_config)
+            original(self, kv_cache_config, *args, **kwargs)
+        else:
+            supply.rebind(self, kv_cache_config)
 
     return initialize_kv_cache
 
@@ -193,7 +200,7 @@ def _profile_cudagraph_memory(original: Any) -> Any:
     def profile_cudagraph_memory(self: Any) -> int:
         if graphs_are_captured_before_sizing.get():
             return 0
-        return original(self)
+        return int(original(self))
 
     return profile_cudagraph_memory
 
