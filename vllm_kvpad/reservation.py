@@ -118,8 +118,8 @@ class Reservation:
         Raises:
             ValueError: A range is not inside the reservation.
             RuntimeError: The reservation has been freed.
-            VmmError: None of the new memory is there, and of the old at most what
-                the driver refused to unmap; calling again can succeed.
+            VmmError: No range is backed, unless waiting for the device failed, in
+                which case nothing has changed. Calling again can succeed.
         """
         self._memory.check_open()
         ranges = list(ranges)
@@ -264,9 +264,11 @@ class _Memory:
                 stack.callback(self._drop, chunk)
 
     def _drop(self, chunk: _Chunk) -> None:
+        # Whether or not it goes now: its contents are nobody's any more.
+        chunk.accessible = False
         if chunk.mapped:
             self.driver.unmap(self.address + chunk.start, chunk.size)
-            chunk.accessible = chunk.mapped = False
+            chunk.mapped = False
         self.driver.release(chunk.handle)
         self.chunks.remove(chunk)
 
