@@ -32,7 +32,7 @@ def register() -> None:
     if not _is_switched_on():
         return
     try:
-        _WORKER_CREATION.apply()
+        worker_creation_patches.apply()
     except PatchError as error:
         # Every process of the engine gets here; the first one speaks for all.
         if multiprocessing.parent_process() is None:
@@ -61,7 +61,7 @@ def _watch_worker_creation(original: Any) -> Any:
     return __init__
 
 
-_WORKER_CREATION = PatchSet(
+worker_creation_patches = PatchSet(
     [
         Patch(
             PatchPoint(

@@ -135,7 +135,7 @@ def test_tiny_utilisation_with_offloading_keeps_the_measured_count(
 def test_greedy_tokens_equal_stock(
     eager: bool, runner: dict[str, str], model_135m: str, log: Log, figure: Figure
 ) -> None:
-    """64 prompts of 10 to 900 tokens, shared prefixes, chunked prefill, real weights."""
+    """64 prompts of 10 to 900 tokens, shared prefixes, chunked prefill."""
     stock, kvpad = (
         run(
             start_and_answer,

@@ -1,0 +1,179 @@
+"""Patches are applied whole or not at all, refuse the unknown, and go back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm_kvpad.patching import Patch, PatchError, PatchPoint, PatchSet
+
+
+class Engine:
+    def start(self, size: int) -> str:
+        return f"stock start {size}"
+
+    def stop(self) -> str:
+        return "stock stop"
+
+    @property
+    def state(self) -> str:
+        return "stock state"
+
+
+@pytest.fixture
+def host() -> Iterator[types.ModuleType]:
+    """A module as another package would have it, fresh for each test."""
+    module = types.ModuleType("kvpad_test_host")
+
+    def allocate(size: int, device: str = "cpu") -> str:
+        return f"stock allocate {size} on {device}"
+
+    module.allocate = allocate  # type: ignore[attr-defined]
+    module.Engine = type("Engine", (), dict(Engine.__dict__))  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def point(name: str, *parameters: str) -> PatchPoint:
+    return PatchPoint(f"kvpad_test_host:{name}", parameters)
+
+
+def prefixed(original: Any) -> Any:
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> str:
+        return "kvpad, then " + original(*args, **kwargs)
+
+    return replacement
+
+
+def prefixed_property(original: property) -> property:
+    return property(prefixed(original.fget))
+
+
+def patches() -> PatchSet:
+    return PatchSet(
+        [
+            Patch(point("allocate", "size", "device"), prefixed),
+            Patch(point("Engine.start", "self", "size"), prefixed),
+            Patch(point("Engine.state", "self"), prefixed_property),
+        ],
+        required=[point("Engine.stop", "self")],
+    )
+
+
+def snapshot(host: types.ModuleType) -> dict[str, Any]:
+    return {"allocate": host.allocate, **vars(host.Engine)}
+
+
+def test_replaces_functions_methods_and_properties(host: types.ModuleType) -> None:
+    patches().apply()
+    assert host.allocate(3) == "kvpad, then stock allocate 3 on cpu"
+    assert host.Engine().start(4) == "kvpad, then stock start 4"
+    assert host.Engine().state == "kvpad, then stock state"
+    assert host.Engine().stop() == "stock stop"
+
+
+def test_revert_puts_the_very_same_objects_back(host: types.ModuleType) -> None:
+    before = snapshot(host)
+    applied = patches()
+    applied.apply()
+    applied.revert()
+    assert snapshot(host) == before
+    assert not applied.is_applied
+
+
+def test_applying_twice_changes_nothing_more(host: types.ModuleType) -> None:
+    applied = patches()
+    applied.apply()
+    applied.apply()
+    assert host.allocate(3) == "kvpad, then stock allocate 3 on cpu"
+
+
+@pytest.mark.parametrize(
+    ("break_host", "named"),
+    [
+        (lambda host: delattr(host, "allocate"), "kvpad_test_host:allocate: not found"),
+        (
+            lambda host: delattr(host.Engine, "stop"),
+            "kvpad_test_host:Engine.stop: not found",
+        ),
+        (lambda host: delattr(host, "Engine"), "kvpad_test_host:Engine.start"),
+        (
+            lambda host: setattr(host.Engine, "start", lambda self, num_bytes: ""),
+            "Engine.start: takes (self, num_bytes), expected (self, size)",
+        ),
+        (
+            lambda host: setattr(host.Engine, "start", 3),
+            "Engine.start: takes (<int>), expected (self, size)",
+        ),
+    ],
+)
+def test_one_unexpected_point_leaves_everything_alone_and_is_named(
+    break_host: Any, named: str, host: types.ModuleType
+) -> None:
+    break_host(host)
+    before = {"allocate": getattr(host, "allocate", None)}
+    engine_before = dict(vars(getattr(host, "Engine", object)))
+    with pytest.raises(PatchError) as error:
+        patches().apply()
+    assert named in str(error.value)
+    assert {"allocate": getattr(host, "allocate", None)} == before
+    assert dict(vars(getattr(host, "Engine", object))) == engine_before
+
+
+def test_a_missing_module_is_named() -> None:
+    missing = PatchSet([Patch(PatchPoint("kvpad_no_such_module:f", ()), prefixed)])
+    with pytest.raises(PatchError, match="kvpad_no_such_module:f: No module named"):
+        missing.apply()
+
+
+def test_a_failure_half_way_undoes_what_was_done(host: types.ModuleType) -> None:
+    before = snapshot(host)
+
+    def broken(original: Any) -> Any:
+        raise RuntimeError("cannot make this one")
+
+    half = PatchSet(
+        [
+            Patch(point("allocate", "size", "device"), prefixed),
+            Patch(point("Engine.start", "self", "size"), broken),
+        ]
+    )
+    with pytest.raises(RuntimeError, match="cannot make this one"):
+        half.apply()
+    assert snapshot(host) == before
+
+
+def test_composes_with_a_wrapper_that_was_there_before(host: types.ModuleType) -> None:
+    host.allocate = prefixed(host.allocate)
+    patches().apply()
+    assert host.allocate(1) == "kvpad, then kvpad, then stock allocate 1 on cpu"
+
+
+def test_refuses_a_wrapper_that_hides_the_signature(host: types.ModuleType) -> None:
+    stock = host.allocate
+
+    def opaque(*args: Any, **kwargs: Any) -> str:
+        return stock(*args, **kwargs)
+
+    host.allocate = opaque
+    with pytest.raises(PatchError, match=r"takes \(args, kwargs\)"):
+        patches().apply()
+    assert host.allocate is opaque
+
+
+def test_does_not_revert_under_somebody_elses_wrapper(host: types.ModuleType) -> None:
+    applied = patches()
+    applied.apply()
+    theirs = prefixed(host.allocate)
+    host.allocate = theirs
+    with pytest.raises(PatchError, match="allocate"):
+        applied.revert()
+    assert host.allocate is theirs
+    assert applied.is_applied
