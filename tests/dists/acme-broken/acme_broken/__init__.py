@@ -1,0 +1,1 @@
+"""One plugin for each way in which a third party can break its hooks."""

@@ -1,0 +1,1 @@
+raise SystemExit("this machine has no Acme licence")
