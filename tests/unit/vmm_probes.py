@@ -84,7 +84,7 @@ def resident_private() -> int:
 def is_accessible(start: int, end: int) -> bool:
     """Whether the process can read and write every byte from start to end."""
     position = start
-    for mapping in mappings(start, end - start):
+    for mapping in mappings(start, end - start) if end > start else ():
         if mapping.start > position or mapping.access[:2] != "rw":
             return False
         position = mapping.end
