@@ -86,9 +86,6 @@ class ConnectorCapabilities:
         brings_memory_pool: Why the cache will live in the connector's own memory
             pool, or None if it will not.
         unsupported: Why kvpad cannot serve this connector at all, or None.
-        needs_plain_placement: Why the connector needs vLLM's unpadded placement, all
-            layers in one storage, or None. Then it cannot be combined with one that
-            registers, and without one kvpad's views must share one storage.
         off_on_rocm: Whether the extensible cache is off on ROCm for this connector.
         children: The answers for the children of a ``MultiConnector``, in order.
     """
@@ -101,7 +98,6 @@ class ConnectorCapabilities:
     declared: bool = True
     brings_memory_pool: str | None = None
     unsupported: str | None = None
-    needs_plain_placement: str | None = None
     off_on_rocm: bool = False
     children: tuple[ConnectorCapabilities, ...] = ()
 
@@ -124,11 +120,6 @@ class ConnectorCapabilities:
             )
         if self.unsupported:
             reasons.append(f"{self.name}: {self.unsupported}")
-        if self.registers_device_memory and self.needs_plain_placement:
-            reasons.append(
-                f"{self.name} registers device memory, which needs padding, and cannot "
-                f"have it ({self.needs_plain_placement})"
-            )
         if rocm and self.off_on_rocm:
             reasons.append(f"{self.name} on ROCm")
         return tuple(reasons)
@@ -245,8 +236,6 @@ def _resolve_one(
         or _joined(children, "brings_memory_pool"),
         unsupported=(row.unsupported if row else None)
         or _joined(children, "unsupported"),
-        needs_plain_placement=(row.needs_plain_placement if row else None)
-        or _joined(children, "needs_plain_placement"),
         off_on_rocm=bool(row and row.off_on_rocm)
         or any(child.off_on_rocm for child in children),
         children=children,

@@ -67,8 +67,6 @@ class Row:
         memory_pool: The reason why ``get_mem_pool_context`` returns a pool, or None.
         off_on_rocm: The extensible cache is off on ROCm for it.
         unsupported: Why kvpad cannot serve it at all.
-        needs_plain_placement: Why it cannot work beside a connector that registers:
-            it computes addresses from vLLM's unpadded placement in one storage.
         wraps_children: Its answers are those of the connectors it wraps.
         registered_names: Further names the factory registers for the same class.
     """
@@ -80,7 +78,6 @@ class Row:
     memory_pool: Callable[[KVTransferConfig], str | None] = _no_pool
     off_on_rocm: bool = False
     unsupported: str | None = None
-    needs_plain_placement: str | None = None
     wraps_children: bool = False
     registered_names: tuple[str, ...] = ()
 
@@ -298,13 +295,12 @@ ROWS: tuple[Row, ...] = (
     ),
     # simple_cpu_offload_connector.py, v1/simple_kv_offload/worker.py: cuMemcpy
     # batches between the caches and pinned host memory.  register_kv_caches() cuts
-    # one storage into blocks by the config's offsets and layer strides, and needs
-    # each layer stride to be a whole number of blocks.
+    # the storage under a view into blocks by the config's offsets and layer strides;
+    # ExtensibleKVCache.connector_config gives it ones that describe that storage.
     Row(
         name="SimpleCPUOffloadConnector",
         classes=(f"{_V1}.simple_cpu_offload_connector.SimpleCPUOffloadConnector",),
         registers=_always(False, "copies blocks to pinned host memory"),
-        needs_plain_placement="cuts one storage into blocks by vLLM's placement",
     ),
     # example_connector.py: indexes the layers with torch and writes safetensors.
     Row(

@@ -12,7 +12,8 @@ vLLM is imported by the methods that make its views and configurations only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvpad import placement
@@ -223,7 +224,8 @@ class ExtensibleKVCache:
             ValueError: ``num_blocks`` is negative or above capacity.
             RuntimeError: The cache has been freed or its memory released.
             VmmError: Growing: nothing has changed. Remapping: no block is committed
-                any more. Either way the call can be repeated.
+                any more, or nothing has changed (:attr:`num_committed_blocks` tells).
+                Either way the call can be repeated.
         """
         self._check_usable("commit")
         if not 0 <= num_blocks <= self._capacity_blocks:
@@ -231,6 +233,7 @@ class ExtensibleKVCache:
                 f"cannot commit {num_blocks} blocks: the KV cache has room for 0 to "
                 f"{self._capacity_blocks}"
             )
+        self._reservation.drop_leftovers()
         if not shrink:
             num_blocks = max(num_blocks, self._committed_blocks)
         if defragment:
@@ -251,15 +254,18 @@ class ExtensibleKVCache:
 
         Raises:
             RuntimeError: The cache has been freed.
-            VmmError: The cache counts as released, but some memory is still held;
-                calling again resumes, and so does :meth:`recommit`.
+            VmmError: Some memory is still held. Calling again resumes; if
+                :attr:`is_released` already, :meth:`recommit` works too.
         """
         self._check_open("release_physical")
-        if self._released_blocks is None:
-            self._released_blocks = self._committed_blocks
-        # First, so that a failure half-way never leaves a count that is not backed.
-        self._committed_blocks = 0
-        self._reservation.clear()
+        released = self._released_blocks
+        num_blocks = self._committed_blocks if released is None else released
+        try:
+            with self._discarding_contents():
+                self._reservation.clear()
+        finally:
+            if not self._committed_blocks:
+                self._released_blocks = num_blocks
 
     def recommit(self) -> None:
         """Back what :meth:`release_physical` released, zeroed, at the same addresses.
@@ -306,10 +312,28 @@ class ExtensibleKVCache:
         self._committed_blocks = num_blocks
 
     def _remap(self, num_blocks: int, *, one_chunk_each: bool) -> None:
-        self._committed_blocks = 0
-        self._reservation.remap(self._ranges(num_blocks), one_chunk_each=one_chunk_each)
+        with self._discarding_contents():
+            self._reservation.remap(
+                self._ranges(num_blocks), one_chunk_each=one_chunk_each
+            )
         self._committed_blocks = num_blocks
         self._one_chunk_each = one_chunk_each
+
+    @contextmanager
+    def _discarding_contents(self) -> Iterator[None]:
+        """Count no block as committed after this, unless it failed at once.
+
+        Before anything is unmapped the device is waited for; should that fail,
+        every block is still what it was.
+        """
+        chunks_before = self._reservation.mapped_ranges
+        try:
+            yield
+        except BaseException:
+            if self._reservation.mapped_ranges != chunks_before:
+                self._committed_blocks = 0
+            raise
+        self._committed_blocks = 0
 
     def _is_defragmented(self) -> bool:
         """Whether remapping could not bring any segment into fewer chunks."""

@@ -156,6 +156,14 @@ class Reservation:
         """
         self._memory.clear()
 
+    def drop_leftovers(self) -> None:
+        """Give back what an earlier failing call had to leave, if anything.
+
+        Raises:
+            VmmError: Something is left still; calling again resumes.
+        """
+        self._memory.drop_unusable()
+
     def zero_mapped(self, ranges: Iterable[ByteRange]) -> None:
         """Write zeros where ``ranges``, exact to the byte, are backed already.
 

@@ -163,7 +163,6 @@ def test_the_answers_are_those_read_in_the_sources(
     assert found.exports_cuda_ipc is (name in EXPORTS)
     assert name in REGISTERS | COPIES | EXPORTS
     assert bool(found.unsupported) is (name == "HiSparseConnector")
-    assert bool(found.needs_plain_placement) is (name == "SimpleCPUOffloadConnector")
     assert found.off_on_rocm is (name == "MoRIIOConnector")
     assert found.brings_memory_pool is None
 

@@ -772,15 +772,6 @@ def test_malformed_children_are_a_configuration_error(children: object) -> None:
         resolve(config)
 
 
-def test_a_connector_that_needs_the_plain_placement_cannot_sit_beside_padding() -> None:
-    alone = resolve(transfer_config("SimpleCPUOffloadConnector"))
-    assert alone.needs_plain_placement
-    assert alone.reasons_to_step_aside(rocm=False) == ()
-    beside = resolve(multi(child("NixlConnector"), child("SimpleCPUOffloadConnector")))
-    (reason,) = beside.reasons_to_step_aside(rocm=False)
-    assert "SimpleCPUOffloadConnector" in reason
-
-
 # Out-of-tree subclasses of vLLM's registering connectors.
 
 

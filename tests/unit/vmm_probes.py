@@ -20,6 +20,9 @@ from vllm_kvpad.vmm import HostVmmDriver, VmmDriver, VmmError
 GRANULE = 64 << 10
 
 
+_MAPS_LINE = re.compile(r"(\S+)-(\S+) (\S+) \S+ \S+ (\d+) *(.*)\n")
+
+
 class Mapping(NamedTuple):
     """One line of /proc/self/maps."""
 
@@ -37,11 +40,10 @@ class Mapping(NamedTuple):
 def mappings(start: int, size: int) -> list[Mapping]:
     """Mappings of this process that share an address with the range, in order."""
     found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, access, _, _, inode, *path = line.split(maxsplit=5)
-        low, high = (int(part, 16) for part in span.split("-"))
+    for line in _MAPS_LINE.finditer(Path("/proc/self/maps").read_text()):
+        low, high = int(line[1], 16), int(line[2], 16)
         if low < start + size and high > start:
-            found.append(Mapping(low, high, access, int(inode), "".join(path)))
+            found.append(Mapping(low, high, line[3], int(line[4]), line[5]))
     return found
 
 
