@@ -1,0 +1,113 @@
+"""Warm up first, then size: the GPU start-up order on a real CPU engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint import ensure_checkpoint
+
+pytestmark = pytest.mark.e2e
+
+PROGRAM = Path(__file__).with_name("measured_path_program.py")
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+}
+
+
+def start(tmp_path: Path, plugin: bool = True, **options: Any) -> dict[str, Any]:
+    options = {"model": str(ensure_checkpoint()), "plugin": plugin, **options}
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
+        "VLLM_PLUGINS": "kvpad" if plugin else "",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), json.dumps(options)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    lines = done.stdout.splitlines()
+    facts = [x for x in lines if x.startswith("FACTS")]
+    assert facts, "\n".join(lines[-60:])
+    return {"log": done.stdout, **json.loads(facts[0].removeprefix("FACTS"))}
+
+
+@pytest.fixture(scope="module")
+def stock_answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return start(tmp_path_factory.mktemp("stock"), plugin=False)["answers"]
+
+
+def test_registering_connector_gets_the_measured_count_in_one_chunk_each(
+    tmp_path: Path, stock_answers: list[str]
+) -> None:
+    facts = start(tmp_path, kv_transfer_config=NIXL, budget_mib=1200)
+    assert facts["answers"] == stock_answers
+    assert facts["warm_ups"] == 1
+    assert facts["blocks"] == facts["committed"] == facts["view_blocks"][0]
+    assert facts["blocks"] * facts["bytes_per_block"] == facts["measured_bytes"]
+    assert facts["blocks"] < facts["capacity"]
+    assert all(facts["one_chunk_each"])
+    assert all(facts["aligned"])
+    nominal = facts["blocks"] * facts["bytes_per_block"]
+    assert facts["physical_bytes"] - nominal >= 0
+    assert facts["physical_bytes"] - nominal < facts["segments"] * facts["granule"]
+
+
+def test_addresses_stay_and_nothing_of_warm_up_is_left(
+    tmp_path: Path, stock_answers: list[str]
+) -> None:
+    """Without a connector: no padding, and captured addresses stay valid."""
+    facts = start(tmp_path, budget_mib=1200)
+    assert facts["answers"] == stock_answers
+    assert facts["final_addresses"] == facts["warm_up_addresses"]
+    assert not all(facts["aligned"])
+    assert facts["blocks"] == facts["committed"]
+
+
+def test_registered_cache_is_zero_where_no_request_wrote(tmp_path: Path) -> None:
+    facts = start(tmp_path, kv_transfer_config=NIXL, budget_mib=1200)
+    assert facts["final_addresses"] == facts["warm_up_addresses"]
+    assert facts["untouched_block_is_zero"]
+
+
+def test_fewer_blocks_than_warm_up_took_are_remapped(
+    tmp_path: Path, stock_answers: list[str]
+) -> None:
+    """A budget that warm-up overdraws ends at the smaller, measured count."""
+    # Budget for about 100 blocks beside the peak; what the engine itself takes
+    # during warm-up (tens of MiB) then has to come out of them.
+    facts = start(tmp_path, kv_transfer_config=NIXL, budget_mib=480, max_num_seqs=64)
+    assert facts["answers"] == stock_answers
+    assert facts["blocks"] == facts["committed"]
+    assert all(facts["one_chunk_each"])
+
+
+def test_plan_that_differs_from_the_warm_up_falls_back(
+    tmp_path: Path, stock_answers: list[str]
+) -> None:
+    facts = start(
+        tmp_path, kv_transfer_config=NIXL, budget_mib=1200, plan_differently=True
+    )
+    assert facts["answers"] == stock_answers
+    assert facts["warm_ups"] == 2
+    assert "it warms up again" in facts["log"]
+    assert facts["blocks"] == facts["committed"] == facts["capacity"]
+    assert all(facts["one_chunk_each"])
