@@ -5,6 +5,7 @@ The kernel is asked directly (``/proc/self``), not through the code under test.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import mmap
 import os
@@ -18,9 +19,6 @@ import torch
 from vllm_kvpad.vmm import HostVmmDriver, VmmDriver, VmmError
 
 GRANULE = 64 << 10
-
-
-_MAPS_LINE = re.compile(r"(\S+)-(\S+) (\S+) \S+ \S+ (\d+) *(.*)\n")
 
 
 class Mapping(NamedTuple):
@@ -39,12 +37,21 @@ class Mapping(NamedTuple):
 
 def mappings(start: int, size: int) -> list[Mapping]:
     """Mappings of this process that share an address with the range, in order."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
     found = []
-    for line in _MAPS_LINE.finditer(Path("/proc/self/maps").read_text()):
-        low, high = int(line[1], 16), int(line[2], 16)
-        if low < start + size and high > start:
-            found.append(Mapping(low, high, line[3], int(line[4]), line[5]))
+    # In order of address: the last that starts at or before the range, and on.
+    for line in lines[max(0, bisect.bisect_right(lines, start, key=_start) - 1) :]:
+        span, access, _, _, inode, *path = line.split(maxsplit=5)
+        low, high = (int(part, 16) for part in span.split("-"))
+        if low >= start + size:
+            break
+        if high > start:
+            found.append(Mapping(low, high, access, int(inode), "".join(path)))
     return found
+
+
+def _start(line: str) -> int:
+    return int(line[: line.index("-")], 16)
 
 
 def chunk_mappings() -> list[Mapping]:

@@ -14,6 +14,7 @@ another process (see :mod:`vllm_kvpad.reservation`).
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import errno
 import functools
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 DEFAULT_GRANULARITY = 2 << 20
 
 _MEMFD_NAME = "kvpad"
+_MEMFD = f"memfd:{_MEMFD_NAME}"
 
 # Constants of <sys/mman.h> on Linux that the mmap module lacks in Python 3.11.
 _PROT_NONE = 0
@@ -50,11 +52,32 @@ _OUT_OF_MEMORY = {errno.ENOMEM, errno.ENOSPC}
 
 
 class _Mapping(NamedTuple):
+    """A line of /proc/self/maps."""
+
     start: int
     end: int
     file_offset: int
-    file_id: tuple[str, int]
+    file_id: tuple[str, str]
     path: str
+
+    @classmethod
+    def parse(cls, line: str) -> _Mapping:
+        span, _, file_offset, device, inode, *path = line.split(maxsplit=5)
+        start, end = (int(part, 16) for part in span.split("-"))
+        file_id = device, inode
+        return cls(start, end, int(file_offset, 16), file_id, "".join(path))
+
+    def continues_in(self, above: _Mapping) -> bool:
+        """Whether both are parts of one mapping of a file."""
+        return (
+            self.file_id == above.file_id
+            and self.end == above.start
+            and self.file_offset + self.end - self.start == above.file_offset
+        )
+
+
+def _start_address(line: str) -> int:
+    return int(line[: line.index("-")], 16)
 
 
 class HostVmmDriver(VmmDriver):
@@ -155,23 +178,25 @@ class HostVmmDriver(VmmDriver):
         """Return at once: the host runs nothing behind the caller's back."""
 
     def backing_range(self, address: int) -> tuple[int, int]:
-        mappings = _read_mappings()
-        found = next(
-            (i for i, m in enumerate(mappings) if m.start <= address < m.end), None
-        )
-        if found is None or f"memfd:{_MEMFD_NAME}" not in mappings[found].path:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        index = bisect.bisect_right(lines, address, key=_start_address) - 1
+        found = _Mapping.parse(lines[max(0, index)])
+        if not found.start <= address < found.end or _MEMFD not in found.path:
             raise VmmError(f"no chunk is mapped at address {address:#x}")
-        first = last = found
         # The kernel shows one mapping on several lines after, say, a madvise of a
         # part of it; it is still the one allocation.
-        while first > 0 and _continues(mappings[first - 1], mappings[first]):
-            first -= 1
-        while last + 1 < len(mappings) and _continues(
-            mappings[last], mappings[last + 1]
-        ):
-            last += 1
-        start = mappings[first].start
-        return start, mappings[last].end - start
+        first = last = found
+        for line in reversed(lines[:index]):
+            below = _Mapping.parse(line)
+            if not below.continues_in(first):
+                break
+            first = below
+        for line in lines[index + 1 :]:
+            above = _Mapping.parse(line)
+            if not last.continues_in(above):
+                break
+            last = above
+        return first.start, last.end - first.start
 
     def tensor(
         self, address: int, num_bytes: int, keepalive: object = None
@@ -225,26 +250,6 @@ def _libc() -> ctypes.CDLL:
     libc.munmap.argtypes = [address, length]
     libc.mprotect.argtypes = [address, length, integer]
     return libc
-
-
-def _read_mappings() -> list[_Mapping]:
-    mappings = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, file_offset, device, inode, *path = line.split(maxsplit=5)
-        start, end = (int(part, 16) for part in span.split("-"))
-        file_id = (device, int(inode))
-        mappings.append(
-            _Mapping(start, end, int(file_offset, 16), file_id, "".join(path))
-        )
-    return mappings
-
-
-def _continues(left: _Mapping, right: _Mapping) -> bool:
-    return (
-        left.file_id == right.file_id
-        and left.end == right.start
-        and left.file_offset + left.end - left.start == right.file_offset
-    )
 
 
 def _available_to_system() -> int:
