@@ -22,6 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from checkpoint import ensure_checkpoint
 from engines import (
     BLOCK_SIZE,
@@ -31,9 +35,6 @@ from engines import (
     PrefillDecodePair,
 )
 from prompts import prompts
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 MAX_TOKENS = 24
 
