@@ -944,8 +944,11 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("fresh_memory_is_zero", [False, True])
+@pytest.mark.parametrize(
+    ("padded", "fresh_memory_is_zero"),
+    [(True, False), (False, True)],
+    ids=["padded, as on a GPU", "unpadded, as on the host"],
+)
 @pytest.mark.parametrize("times", [1, 1 << 30], ids=["one fault", "faults to the end"])
 def test_a_fault_at_any_driver_call_leaves_a_true_count_and_a_retry_that_works(
     name: str, padded: bool, fresh_memory_is_zero: bool, times: int

@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -330,6 +331,32 @@ def test_each_device_gets_its_driver_or_the_reason_why_not() -> None:
     assert isinstance(get_driver(torch.device("cpu")), HostVmmDriver)
     with pytest.raises(VmmUnsupportedError, match="'meta' devices"):
         get_driver("meta")
+
+
+def test_a_cuda_device_without_its_bindings_says_which_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    with pytest.raises(VmmUnsupportedError, match="needs the package cuda-bindings"):
+        get_driver("cuda:0")
+    with pytest.raises(VmmUnsupportedError, match="cuda-bindings"):
+        vmm.CudaVmmDriver(0)
+
+
+def test_the_current_cuda_device_is_asked_for_only_if_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(VmmUnsupportedError, match="no CUDA device"):
+        get_driver("cuda")
+
+
+def test_a_rocm_device_is_not_taken_for_a_cuda_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(VmmUnsupportedError, match="ROCm"):
+        get_driver("cuda:0")
 
 
 def test_an_unknown_name_in_the_package_is_an_attribute_error() -> None:

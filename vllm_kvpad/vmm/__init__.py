@@ -57,6 +57,8 @@ def get_driver(device: torch.device | str) -> VmmDriver:
             raise VmmUnsupportedError(
                 f"device {device} is a ROCm device, for which kvpad has no driver"
             )
+        if device.index is None and not torch.cuda.is_available():
+            raise VmmUnsupportedError("there is no CUDA device that torch can use")
         from vllm_kvpad.vmm.cuda import CudaVmmDriver
 
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,17 +1,19 @@
-"""Memory of an NVIDIA GPU through the CUDA driver's virtual memory management.
+"""Device memory of NVIDIA GPUs through the CUDA driver's virtual memory calls.
 
-Chunks are ``cuMemCreate`` allocations. They ask for what a transport may need later
-and costs nothing: to be registered with a NIC (``gpuDirectRDMACapable``) where the
-device supports that, and to be exportable, by fabric handle where the driver permits
-it (UCX needs that for NVLink between nodes), else by POSIX file descriptor. What the
-device grants is found out once, when the driver object is made.
+Chunks ask for what a transport may need of them: GPUDirect RDMA where the device
+supports it for such memory, and handles that can be exported, FABRIC where the
+driver permits it (UCX needs it for NVLink between nodes), else POSIX file
+descriptors, else none.
+
+``cuda-bindings`` is imported when a driver is made, not with this module.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_kvpad.log import get_logger
@@ -32,94 +34,96 @@ logger = get_logger(__name__)
 class CudaVmmDriver(VmmDriver):
     """The :class:`VmmDriver` of one CUDA device.
 
-    Works in the device's primary context, which is the one PyTorch uses.
+    It works in the device's primary context, as torch does, and leaves the calling
+    thread's current context as it found it. Access is set for this device only.
 
     Args:
-        device_index: CUDA's number for the device, as in ``cuda:N``.
+        device_index: Ordinal among the visible devices, as torch counts them.
 
     Raises:
-        VmmUnsupportedError: ``cuda-bindings`` is missing, or the device or its
-            driver lacks virtual memory management.
-        VmmError: The driver refuses a call it should not.
+        VmmUnsupportedError: ``cuda-bindings`` or the CUDA driver is missing, there
+            is no such device, or it cannot map memory virtually.
     """
 
     def __init__(self, device_index: int) -> None:
-        self._index = device_index
-        self._cuda = _bindings()
-        cuda = self._cuda
-        self._call("cuInit", 0)
-        self._device = self._call("cuDeviceGet", device_index)
-        attribute = cuda.CUdevice_attribute
-        if not self._attribute(
-            attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        ):
-            raise VmmUnsupportedError(
-                f"the driver of cuda:{device_index} does not support virtual memory "
-                "management (as on WSL 2 and some virtual GPUs)"
-            )
-        # Retained once for as long as the process lives: it is PyTorch's as well.
-        self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
-        self._rdma = bool(
-            self._attribute(
-                attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-            )
-        )
-        self._properties = self._allocation_properties()
-        self._granularity = int(self._granularity_of(self._properties))
-        self._handle_type = self._choose_handle_type()
-        logger.debug("%s", self.description)
+        self._device = _open_device(device_index)
+        self._cuda = self._device.bindings
 
     @property
     def granularity(self) -> int:
-        return self._granularity
+        return self._device.granularity
 
     @property
     def description(self) -> str:
-        rdma = "with" if self._rdma else "without"
-        return (
-            f"memory of cuda:{self._index}, granule {format_bytes(self._granularity)}, "
-            f"{rdma} GPUDirect RDMA, exportable by {self._handle_type}"
-        )
+        return self._device.description
 
     @property
     def fresh_memory_is_zero(self) -> bool:
-        """False: the CUDA driver does not say what new memory holds."""
+        # CUDA documents no contents for cuMemCreate.
         return False
 
     def reserve(self, size: int) -> int:
-        return int(self._call("cuMemAddressReserve", size, 0, 0, 0, size=size))
+        alignment = self.granularity
+        (address,) = self._device.call(
+            self._cuda.cuMemAddressReserve, size, alignment, 0, 0, size=size
+        )
+        return int(address)
 
     def free_address(self, address: int, size: int) -> None:
-        self._call("cuMemAddressFree", address, size, size=size)
+        pointer = self._cuda.CUdeviceptr(address)
+        self._device.call(self._cuda.cuMemAddressFree, pointer, size, size=size)
 
     def create(self, size: int) -> int:
-        return int(self._call("cuMemCreate", size, self._properties, 0, size=size))
+        return self._device.create(size, self._device.properties)
 
     def map(self, address: int, size: int, handle: int) -> None:
-        self._call("cuMemMap", address, size, 0, handle, 0, size=size)
+        pointer = self._cuda.CUdeviceptr(address)
+        memory = self._cuda.CUmemGenericAllocationHandle(handle)
+        self._device.call(self._cuda.cuMemMap, pointer, size, 0, memory, 0, size=size)
 
     def set_access(self, address: int, size: int) -> None:
+        pointer = self._cuda.CUdeviceptr(address)
         access = self._cuda.CUmemAccessDesc()
-        access.location = self._properties.location
+        access.location = self._device.properties.location
         access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._call("cuMemSetAccess", address, size, [access], 1, size=size)
+        self._device.call(
+            self._cuda.cuMemSetAccess, pointer, size, [access], 1, size=size
+        )
 
     def unmap(self, address: int, size: int) -> None:
-        self._call("cuMemUnmap", address, size, size=size)
+        pointer = self._cuda.CUdeviceptr(address)
+        self._device.call(self._cuda.cuMemUnmap, pointer, size, size=size)
 
     def release(self, handle: int) -> None:
-        self._call("cuMemRelease", handle)
+        self._device.release(handle)
 
     def zero(self, address: int, num_bytes: int) -> None:
-        # The legacy default stream: it waits for PyTorch's blocking streams, and
-        # synchronize() waits for it.
-        self._call("cuMemsetD8Async", address, 0, num_bytes, 0, size=num_bytes)
+        """Write zeros in the order of torch's current stream of this device.
+
+        There, what the caller has queued already comes first and what it queues next
+        comes after, and no other stream is made to wait as the default stream
+        would make it. Others see the zeros after :meth:`synchronize`.
+        """
+        import torch
+
+        stream = torch.cuda.current_stream(self._device.index).cuda_stream
+        self._device.call(
+            self._cuda.cuMemsetD8Async,
+            self._cuda.CUdeviceptr(address),
+            0,
+            num_bytes,
+            self._cuda.CUstream(stream),
+            size=num_bytes,
+        )
 
     def synchronize(self) -> None:
-        self._call("cuCtxSynchronize")
+        """Wait for all streams of the context, other libraries' among them."""
+        self._device.call(self._cuda.cuCtxSynchronize)
 
     def backing_range(self, address: int) -> tuple[int, int]:
-        base, size = self._call("cuMemGetAddressRange", address)
+        base, size = self._device.call(
+            self._cuda.cuMemGetAddressRange, self._cuda.CUdeviceptr(address)
+        )
         return int(base), int(size)
 
     def tensor(
@@ -127,135 +131,223 @@ class CudaVmmDriver(VmmDriver):
     ) -> torch.Tensor:
         import torch
 
-        view = torch.as_tensor(
-            _DeviceBytes(address, num_bytes, keepalive), device=f"cuda:{self._index}"
+        device = torch.device("cuda", self._device.index)
+        tensor = torch.as_tensor(
+            _DeviceBytes(address, num_bytes, keepalive), device=device
         )
-        if view.data_ptr() != address:
+        storage = tensor.untyped_storage()
+        if (storage.data_ptr(), storage.nbytes()) != (address, num_bytes):
             raise VmmError(
-                f"PyTorch copied {format_bytes(num_bytes)} at {address:#x} instead of "
-                "viewing them"
+                f"torch made a copy instead of a view of {format_bytes(num_bytes)} at "
+                f"{address:#x} on {device}; is that address on another device?"
             )
-        return view
+        return tensor
 
     def free_memory(self) -> int:
-        free, _ = self._call("cuMemGetInfo")
+        free, _total = self._device.call(self._cuda.cuMemGetInfo)
         return int(free)
 
-    # --- What this device grants ------------------------------------------------------
 
-    def _allocation_properties(self) -> Any:
-        cuda = self._cuda
-        properties = cuda.CUmemAllocationProp()
-        properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = self._index
-        properties.allocFlags.gpuDirectRDMACapable = int(self._rdma)
-        return properties
-
-    def _granularity_of(self, properties: Any) -> Any:
-        return self._call(
-            "cuMemGetAllocationGranularity",
-            properties,
-            self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
-        )
-
-    def _choose_handle_type(self) -> str:
-        """Set the best export handle type that an allocation is really given with.
-
-        The attribute for fabric handles says what the hardware could do; only an
-        allocation tells whether this process may (it needs an IMEX channel).
-        """
-        kinds = self._cuda.CUmemAllocationHandleType
-        for kind, name in (
-            (kinds.CU_MEM_HANDLE_TYPE_FABRIC, "fabric handle"),
-            (kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, "file descriptor"),
-        ):
-            self._properties.requestedHandleTypes = kind
-            try:
-                self.release(self.create(self._granularity))
-            except VmmOutOfMemoryError:
-                raise
-            except VmmError as error:
-                logger.debug("No allocation exportable by %s: %s", name, error)
-            else:
-                return name
-        self._properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_NONE
-        return "nothing"
-
-    def _attribute(self, attribute: Any) -> int:
-        return int(self._call("cuDeviceGetAttribute", attribute, self._device))
-
-    # --- The one place where driver calls are made and their errors raised -------------
-
-    def _call(self, name: str, *arguments: Any, size: int | None = None) -> Any:
-        """Call ``cuda.bindings.driver.<name>``; return its one result or its tuple."""
-        if name.startswith(("cuMem", "cuCtx")):
-            with self._current_context():
-                code, *results = getattr(self._cuda, name)(*arguments)
-        else:
-            code, *results = getattr(self._cuda, name)(*arguments)
-        if code != self._cuda.CUresult.CUDA_SUCCESS:
-            self._fail(name, code, size)
-        return results[0] if len(results) == 1 else tuple(results)
-
-    @contextlib.contextmanager
-    def _current_context(self) -> Iterator[None]:
-        """Have the device's context current, and leave the thread's as it was.
-
-        PyTorch takes the current context for its current device.
-        """
-        cuda = self._cuda
-        code, current = cuda.cuCtxGetCurrent()
-        if code == cuda.CUresult.CUDA_SUCCESS and int(current) == int(self._context):
-            yield
-            return
-        (code,) = cuda.cuCtxPushCurrent(self._context)
-        if code != cuda.CUresult.CUDA_SUCCESS:
-            self._fail("cuCtxPushCurrent", code, None)
-        try:
-            yield
-        finally:
-            cuda.cuCtxPopCurrent()
-
-    def _fail(self, name: str, code: Any, size: int | None) -> NoReturn:
-        cuda = self._cuda
-        _, text = cuda.cuGetErrorString(code)
-        reason = text.decode() if isinstance(text, bytes) else str(code)
-        what = name if size is None else f"{name} of {format_bytes(size)}"
-        asked, free, _ = cuda.cuMemGetInfo()
-        left = (
-            f"; {format_bytes(int(free))} of device memory free"
-            if asked == cuda.CUresult.CUDA_SUCCESS
-            else ""
-        )
-        kind = (
-            VmmOutOfMemoryError
-            if code == cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
-            else VmmError
-        )
-        raise kind(f"{what} on cuda:{self._index} failed: {reason}{left}")
-
-
+@dataclass(eq=False)
 class _DeviceBytes:
-    """Bytes at a device address, for ``torch.as_tensor`` to view without a copy."""
+    """Bytes for torch to view; the tensor's storage holds this object."""
 
-    def __init__(self, address: int, num_bytes: int, keepalive: object) -> None:
-        self._keepalive = keepalive
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
+    address: int
+    num_bytes: int
+    keepalive: object
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.num_bytes,),
             "typestr": "|i1",
-            "data": (address, False),
+            "data": (self.address, False),
+            "strides": None,
             "version": 3,
         }
 
 
+@dataclass
+class _Device:
+    """What is found out about a device once, and how calls for it are made."""
+
+    bindings: Any
+    index: int
+    name: str
+    context: Any
+    properties: Any
+    """``CUmemAllocationProp`` of every chunk."""
+    granularity: int = 0
+
+    @property
+    def description(self) -> str:
+        kind = self.properties.requestedHandleTypes.name
+        handles = kind.removeprefix("CU_MEM_HANDLE_TYPE_")
+        rdma = "with" if self.properties.allocFlags.gpuDirectRDMACapable else "without"
+        return (
+            f"CUDA device {self.index} ({self.name}), granule "
+            f"{format_bytes(self.granularity)}, {rdma} GPUDirect RDMA, "
+            f"exportable handles: {handles}"
+        )
+
+    def create(self, size: int, properties: Any) -> int:
+        (handle,) = self.call(self.bindings.cuMemCreate, size, properties, 0, size=size)
+        return int(handle)
+
+    def release(self, handle: int) -> None:
+        memory = self.bindings.CUmemGenericAllocationHandle(handle)
+        self.call(self.bindings.cuMemRelease, memory)
+
+    def call(
+        self, function: Callable[..., Any], *args: Any, size: int | None = None
+    ) -> tuple[Any, ...]:
+        """Call ``function`` of the bindings; return what follows its status.
+
+        Raises:
+            VmmError: The status is not success; :class:`VmmOutOfMemoryError` if it
+                says so.
+        """
+        with self._current_context():
+            status, *values = function(*args)
+            if status != self.bindings.CUresult.CUDA_SUCCESS:
+                self._fail(function.__name__, status, size)
+        return tuple(values)
+
+    def _fail(self, call: str, status: Any, size: int | None) -> NoReturn:
+        out_of_memory = status == self.bindings.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        kind = VmmOutOfMemoryError if out_of_memory else VmmError
+        amount = "" if size is None else f" of {format_bytes(size)}"
+        known, *found = self.bindings.cuMemGetInfo()
+        memory = (
+            f"{format_bytes(int(found[0]))} of memory free"
+            if known == self.bindings.CUresult.CUDA_SUCCESS
+            else "free memory unknown"
+        )
+        raise kind(
+            f"{call}{amount} failed on CUDA device {self.index}: "
+            f"{_describe(self.bindings, status)}; {memory}"
+        )
+
+    @contextmanager
+    def _current_context(self) -> Iterator[None]:
+        # Pushed and popped, not set: torch reads its current device off the thread's
+        # context. A finalizer may run in a thread that never had one.
+        (status,) = self.bindings.cuCtxPushCurrent(self.context)
+        if status != self.bindings.CUresult.CUDA_SUCCESS:
+            raise VmmError(
+                f"cuCtxPushCurrent failed on CUDA device {self.index}: "
+                f"{_describe(self.bindings, status)}"
+            )
+        try:
+            yield
+        finally:
+            self.bindings.cuCtxPopCurrent()
+
+
 @functools.cache
-def _bindings() -> Any:
+def _open_device(index: int) -> _Device:
+    """Retain the primary context of a device and find out what its memory can do.
+
+    Once a process, like the context itself, which torch keeps for as long.
+    """
     try:
-        from cuda.bindings import driver
+        from cuda.bindings import driver as cuda
     except ImportError as error:
         raise VmmUnsupportedError(
-            "the package cuda-bindings, which vLLM's CUDA wheels bring, cannot be "
-            f"imported: {error}"
+            f"CUDA device {index} needs the package cuda-bindings, which vLLM's CUDA "
+            f"wheels bring along: {error}"
         ) from error
-    return driver
+
+    def ask(function: Callable[..., Any], *args: Any) -> Any:
+        status, *values = function(*args)
+        if status != cuda.CUresult.CUDA_SUCCESS:
+            raise VmmUnsupportedError(
+                f"{function.__name__} failed for CUDA device {index}: "
+                f"{_describe(cuda, status)}"
+            )
+        return values[0] if values else None
+
+    try:
+        ask(cuda.cuInit, 0)
+    except VmmUnsupportedError:
+        raise
+    except RuntimeError as error:  # the bindings' own, where libcuda is not found
+        raise VmmUnsupportedError(f"there is no CUDA driver: {error}") from error
+
+    handle = ask(cuda.cuDeviceGet, index)
+    name = ask(cuda.cuDeviceGetName, 256, handle).split(b"\0")[0].decode()
+
+    def supports(what: str) -> bool:
+        attribute = getattr(
+            cuda.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{what}_SUPPORTED"
+        )
+        return bool(ask(cuda.cuDeviceGetAttribute, attribute, handle))
+
+    if not supports("VIRTUAL_MEMORY_MANAGEMENT"):
+        raise VmmUnsupportedError(
+            f"CUDA device {index} ({name}) does not support virtual memory management "
+            "(some virtual GPUs do not)"
+        )
+
+    properties = cuda.CUmemAllocationProp()
+    properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    properties.location.id = index
+    rdma = supports("GPU_DIRECT_RDMA_WITH_CUDA_VMM")
+    properties.allocFlags.gpuDirectRDMACapable = int(rdma)
+
+    device = _Device(
+        bindings=cuda,
+        index=index,
+        name=name,
+        context=ask(cuda.cuDevicePrimaryCtxRetain, handle),
+        properties=properties,
+    )
+    _choose_handle_type(device, supports)
+    logger.info("KV cache memory comes from %s", device.description)
+    return device
+
+
+def _choose_handle_type(device: _Device, supports: Callable[[str], bool]) -> None:
+    """Set the best handle type that a granule can really be created with."""
+    kinds = device.bindings.CUmemAllocationHandleType
+    for kind, attribute in (
+        (kinds.CU_MEM_HANDLE_TYPE_FABRIC, "HANDLE_TYPE_FABRIC"),
+        (
+            kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+            "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
+        ),
+        (kinds.CU_MEM_HANDLE_TYPE_NONE, None),
+    ):
+        if attribute is not None and not supports(attribute):
+            continue
+        properties = device.properties
+        properties.requestedHandleTypes = kind
+        try:
+            # The granule may depend on the properties, so it is asked for with them.
+            (granularity,) = device.call(
+                device.bindings.cuMemGetAllocationGranularity,
+                properties,
+                device.bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+            )
+            device.release(device.create(int(granularity), properties))
+        except VmmOutOfMemoryError:
+            raise  # says nothing about the handle type
+        except VmmError as error:
+            # FABRIC is supported by devices whose users are not permitted to use it.
+            if attribute is None:
+                raise VmmUnsupportedError(
+                    f"CUDA device {device.index} ({device.name}) refuses to create "
+                    f"memory: {error}"
+                ) from error
+            logger.debug("No %s handles for KV cache memory: %s", kind.name, error)
+        else:
+            device.granularity = int(granularity)
+            return
+
+
+def _describe(cuda: Any, status: Any) -> str:
+    """Name and text of a ``CUresult``."""
+    _, name = cuda.cuGetErrorName(status)
+    _, text = cuda.cuGetErrorString(status)
+    return f"{(name or b'?').decode()} ({(text or b'?').decode()})"
