@@ -1,13 +1,13 @@
 """Run a function beside an in-process vLLM engine, in a process of its own.
 
-Every engine of the GPU tests lives in a forked child of the test process: memory is
-judged from outside after the child is gone, and the twenty seconds that importing
-vLLM takes are spent once, in the parent, which never touches the GPU.
+Every engine of the GPU tests is forked from a server process that has imported vLLM
+and done nothing else. The twenty seconds that importing takes are spent once. (Forking
+from the test process itself hangs: once it has computed anything with PyTorch, its
+OpenMP threads are missing in the child.)
 """
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_FORK = multiprocessing.get_context("fork")
+_CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOADED = (
     "vllm",
     "vllm.engine.arg_utils",
@@ -71,22 +71,22 @@ class EngineProcess:
         environment: dict[str, str] | None = None,
         **arguments: Any,
     ) -> None:
-        preload()
+        _CONTEXT.set_forkserver_preload([*_PRELOADED, "jobs"])
         self._log = log
         self._name = function.__name__
-        self.conversation, theirs = _FORK.Pipe()
+        self.conversation, theirs = _CONTEXT.Pipe()
         variables = {
             **_BASE_ENVIRONMENT,
             "VLLM_PLUGINS": "kvpad" if plugin else "",
             **(environment or {}),
         }
-        self._process = _FORK.Process(
+        self._process = _CONTEXT.Process(
             target=_child, args=(theirs, log, variables, function, arguments)
         )
         self._process.start()
         theirs.close()
 
-    def receive(self, timeout: float = 240) -> Any:
+    def receive(self, timeout: float = 120) -> Any:
         """Return the next object the child sends.
 
         Raises:
@@ -116,7 +116,7 @@ class EngineProcess:
     def send(self, value: Any) -> None:
         self.conversation.send(value)
 
-    def result(self, timeout: float = 240) -> Any:
+    def result(self, timeout: float = 120) -> Any:
         """Return what the function returned, once the child is gone."""
         value = self.receive(timeout)
         self._process.join(60)
@@ -135,15 +135,9 @@ class EngineProcess:
         return "\n".join(lines[-60:])
 
 
-def run(function: Callable[..., Any], *, timeout: float = 240, **options: Any) -> Any:
+def run(function: Callable[..., Any], *, timeout: float = 120, **options: Any) -> Any:
     """Run ``function`` in an :class:`EngineProcess` and return its result."""
     return EngineProcess(function, **options).result(timeout)
-
-
-def preload() -> None:
-    """Import what every engine needs; children inherit it."""
-    for name in _PRELOADED:
-        importlib.import_module(name)
 
 
 class Conversation:
