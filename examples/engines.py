@@ -14,6 +14,7 @@ ends the server's whole group.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import http.client
 import json
 import os
@@ -36,7 +37,7 @@ from typing import Any
 BLOCK_SIZE = 32  # tokens; the CPU attention kernels of vLLM want this
 MAX_MODEL_LEN = 1024  # tokens
 
-_STARTUP_SECONDS = 240.0
+_STARTUP_SECONDS = 400.0
 _REQUEST_SECONDS = 120.0
 _STOP_SECONDS = 15.0  # between SIGINT and SIGKILL
 _SIDE_CHANNEL_PORTS = 8  # consecutive; NIXL adds a rank to the first
@@ -55,7 +56,8 @@ class EngineSpec:
 
     Attributes:
         model: Folder of the checkpoint.
-        plugins: Names for ``VLLM_PLUGINS``; empty is stock vLLM.
+        plugins: Names for ``VLLM_PLUGINS``; empty is stock vLLM, None leaves the
+            variable unset.
         kv_transfer: ``--kv-transfer-config``, or None for no connector.
         additional: ``--additional-config``, or None.
         tensor_parallel: Worker processes.
@@ -64,7 +66,7 @@ class EngineSpec:
     """
 
     model: Path
-    plugins: tuple[str, ...] = ()
+    plugins: tuple[str, ...] | None = ()
     kv_transfer: Mapping[str, Any] | None = None
     additional: Mapping[str, Any] | None = None
     tensor_parallel: int = 1
@@ -104,9 +106,10 @@ class EngineSpec:
             # What a developer has set for an engine of their own.
             if not name.startswith(("VLLM_", "COV_"))
         }
+        if self.plugins is not None:
+            inherited["VLLM_PLUGINS"] = ",".join(self.plugins)
         return {
             **inherited,
-            "VLLM_PLUGINS": ",".join(self.plugins),
             "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_HOST_IP": "127.0.0.1",
@@ -167,6 +170,7 @@ class Engine:
                 cwd=log_dir,
                 process_group=0,
             )
+        self._began = time.monotonic()
         assert self._supervisor.stdout is not None
         self.pid = int(self._supervisor.stdout.readline())
 
@@ -181,18 +185,17 @@ class Engine:
         progress: Callable[[str], None] = lambda line: None,
         timeout: float = _STARTUP_SECONDS,
     ) -> float:
-        """Wait until the server answers; return the seconds that took.
+        """Wait until the server answers; return the seconds since its start.
 
         Args:
             progress: Told about once a second how long it has been.
-            timeout: Seconds after which waiting is given up.
+            timeout: Seconds since the start after which waiting is given up.
 
         Raises:
             EngineError: The server died or was not healthy in time. The message
                 ends with the log's last lines.
         """
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < timeout:
+        while (waited := time.monotonic() - self._began) < timeout:
             if (status := self._supervisor.poll()) is not None:
                 raise EngineError(
                     f"engine {self.name} died with status {status} after "
@@ -213,10 +216,10 @@ class Engine:
         """Wait for a server that should end by itself; return its exit status.
 
         Raises:
-            EngineError: It became healthy, or did neither in ``timeout`` seconds.
+            EngineError: It became healthy, or did neither ``timeout`` seconds after
+                its start.
         """
-        began = time.monotonic()
-        while time.monotonic() - began < timeout:
+        while time.monotonic() - self._began < timeout:
             if (status := self._supervisor.poll()) is not None:
                 return status
             with contextlib.suppress(OSError, http.client.HTTPException):
@@ -281,6 +284,17 @@ class Engine:
             raise KeyError(f"engine {self.name} exports no metric {name}")
         return sum(map(float, values))
 
+    def num_blocks(self) -> int:
+        """Blocks of KV cache that the engine's scheduler deals out."""
+        match = re.search(
+            r'^vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"',
+            self._http("/metrics"),
+            re.MULTILINE,
+        )
+        if match is None:
+            raise KeyError(f"engine {self.name} exports no vllm:cache_config_info")
+        return int(match[1])
+
     def log_text(self) -> str:
         """The log so far."""
         return self.log_path.read_text(errors="replace")
@@ -338,11 +352,13 @@ class Handover:
     bytes_transferred: int
 
 
-NIXL: dict[str, Any] = {
-    "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
-}
+def nixl(role: str) -> dict[str, Any]:
+    """``--kv-transfer-config`` of a NIXL engine; ``role`` as vLLM calls it."""
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+    }
 
 
 class PrefillDecodePair:
@@ -357,9 +373,12 @@ class PrefillDecodePair:
     ) -> None:
         """Start both and wait until they are healthy.
 
+        They start at the same time, which is for CPU engines: those are told their
+        cache's size, while two that measure it on one GPU see each other grow.
+
         Args:
             name: Prefix of the engines' names.
-            spec: What both run; its ``kv_transfer`` is replaced unless it is set.
+            spec: What both run; its ``kv_transfer`` is replaced.
             log_dir: Folder for the logs.
             progress: Told how starting goes.
 
@@ -367,16 +386,22 @@ class PrefillDecodePair:
             EngineError: One of them did not start; neither is left running.
         """
         self.name = name
-        if spec.kv_transfer is None:
-            spec = EngineSpec(**{**vars(spec), "kv_transfer": NIXL})
         with contextlib.ExitStack() as stack:
-            engines = []
-            # One after the other: two that measure memory at once disagree.
-            for role in ("prefill", "decode"):
-                engine = stack.enter_context(Engine(f"{name}-{role}", spec, log_dir))
-                engine.wait_healthy(progress)
-                engines.append(engine)
-            self.prefill, self.decode = engines
+            self.prefill, self.decode = (
+                stack.enter_context(
+                    Engine(
+                        f"{name}-{part}",
+                        dataclasses.replace(spec, kv_transfer=nixl(role)),
+                        log_dir,
+                    )
+                )
+                for part, role in [
+                    ("prefill", "kv_producer"),
+                    ("decode", "kv_consumer"),
+                ]
+            )
+            self.prefill.wait_healthy(progress)
+            self.decode.wait_healthy(progress)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> PrefillDecodePair:

@@ -1,0 +1,32 @@
+"""What all tests share: which machine they need, and a clean environment."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+REQUIRE_ENGINES = "KVPAD_REQUIRE_ENGINES"
+"""Set to 1 where vLLM and NIXL must be there: a missing one is then an error."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = [
+        package
+        for package in ("vllm", "nixl", "torch")
+        if importlib.util.find_spec(package) is None
+    ]
+    if not missing or os.environ.get(REQUIRE_ENGINES) == "1":
+        return
+    skip = pytest.mark.skip(reason=f"not installed: {', '.join(missing)}")
+    for item in items:
+        if item.get_closest_marker("e2e"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def project_root() -> Path:
+    """The checkout."""
+    return Path(__file__).resolve().parent.parent

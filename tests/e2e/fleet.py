@@ -1,0 +1,150 @@
+"""Real engines for the tests: one pair per configuration and session.
+
+Two pairs at a time would not fit two cores, so starting one stops another; what a
+pair answered is kept for the session, and a stopped pair starts again when needed.
+Every engine's log lies in one folder (``$KVPAD_LOG_DIR``, else pytest's own), and the
+end of it is part of the report of a test that failed with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkpoint import ensure_checkpoint
+from engines import Engine, EngineSpec, Handover, PrefillDecodePair
+from prompts import prompts
+
+MAX_TOKENS = 24
+PROBE = Path(__file__).parent / "probe"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a pair did with the eight prompts.
+
+    Attributes:
+        handovers: In the prompts' order.
+        failed_transfers: On both sides.
+        num_blocks: KV cache blocks of the prefill and of the decode engine.
+    """
+
+    handovers: list[Handover]
+    failed_transfers: int
+    num_blocks: tuple[int, int]
+
+    @property
+    def texts(self) -> list[str]:
+        return [handover.text for handover in self.handovers]
+
+
+class Fleet:
+    """The engines of this session. Use through the fixture ``fleet``."""
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._pairs: dict[str, PrefillDecodePair] = {}
+        self._answers: dict[str, Answers] = {}
+        self.used: dict[str, Path] = {}  # log files, by engine, since a test began
+
+    def spec(self, name: str) -> EngineSpec:
+        """The configuration called ``name``, made of words joined by ``-``.
+
+        ``stock`` or ``kvpad`` first; then ``blhnc`` for the block-outermost layout,
+        ``tp2`` for two ranks.
+        """
+        kind, *words = name.split("-")
+        plugins = {"stock": ["kvpad_probe"], "kvpad": ["kvpad_probe", "kvpad"]}[kind]
+        env: dict[str, str] = {}
+        changes = []
+        tensor_parallel = 1
+        for word in words:
+            if word == "blhnc":
+                env["VLLM_KV_CACHE_LAYOUT"] = "BLHNC"
+                changes.append("block_outermost_layout")
+            elif word == "tp2":
+                tensor_parallel = 2
+            else:
+                raise ValueError(f"configuration {name!r}: unknown word {word!r}")
+        if name == "stock":
+            plugins = []  # as stock as can be
+        else:
+            env |= probe_environment(self.probe_dir(name), *changes)
+        # Three KV heads cannot be split over two ranks.
+        model = ensure_checkpoint(kv_heads=4 if tensor_parallel == 2 else 3)
+        return EngineSpec(
+            model, plugins=tuple(plugins), env=env, tensor_parallel=tensor_parallel
+        )
+
+    def probe_dir(self, name: str) -> Path:
+        """Where the probe of configuration ``name`` writes."""
+        return self._log_dir / f"{name}-probe"
+
+    def pair(self, name: str) -> PrefillDecodePair:
+        """The running pair of configuration ``name``, started if it is not."""
+        if name not in self._pairs:
+            self.stop()
+            spec = self.spec(name)
+            for role in ("prefill", "decode"):
+                self._note(f"{name}-{role}")
+            self._pairs[name] = PrefillDecodePair(name, spec, self._log_dir)
+        pair = self._pairs[name]
+        for engine in (pair.prefill, pair.decode):
+            self._note(engine.name)
+        return pair
+
+    def answers(self, name: str) -> Answers:
+        """What the pair of configuration ``name`` makes of the eight prompts."""
+        if name not in self._answers:
+            pair = self.pair(name)
+            self._answers[name] = Answers(
+                handovers=[pair.run(prompt, MAX_TOKENS) for prompt in prompts()],
+                failed_transfers=pair.failed_transfers(),
+                num_blocks=(pair.prefill.num_blocks(), pair.decode.num_blocks()),
+            )
+        return self._answers[name]
+
+    @contextlib.contextmanager
+    def engines(self, specs: Mapping[str, EngineSpec]) -> Iterator[dict[str, Engine]]:
+        """Start single engines side by side, by name; they are not waited for."""
+        self.stop()
+        with contextlib.ExitStack() as stack:
+            started = {}
+            for name, spec in specs.items():
+                self._note(name)
+                engine = Engine(name, spec, self._log_dir)
+                started[name] = stack.enter_context(engine)
+            yield started
+
+    def stop(self) -> None:
+        """Stop the running pair."""
+        while self._pairs:
+            self._pairs.popitem()[1].stop()
+
+    def _note(self, engine: str) -> None:
+        self.used[engine] = self._log_dir / f"{engine}.log"
+
+
+def probe_environment(folder: Path, *changes: str) -> dict[str, str]:
+    """Environment for an engine with ``kvpad_probe`` among its plugins."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "PYTHONPATH": str(PROBE),
+        "KVPAD_PROBE_DIR": str(folder),
+        "KVPAD_PROBE_CHANGES": ",".join(changes),
+    }
+
+
+def registered_regions(folder: Path, pids: list[int]) -> dict[int, list[Any]]:
+    """The address and length of all that NIXL registered, by worker pid."""
+    regions = {}
+    for pid in pids:
+        file = folder / f"registered-{pid}"
+        if file.exists():
+            lines = file.read_text().splitlines()
+            regions[pid] = [region for line in lines for region in json.loads(line)]
+    return regions

@@ -1,0 +1,121 @@
+"""A vLLM plugin for the tests: see what a worker's NIXL agent does, break things.
+
+vLLM finds it by this folder on ``PYTHONPATH`` and ``kvpad_probe`` in
+``VLLM_PLUGINS``. It runs before kvpad, in every process of the engine.
+
+- ``KVPAD_PROBE_DIR``: each process that registers memory with NIXL appends a JSON
+  list of ``[address, length]`` a call to ``registered-<pid>`` in that folder.
+- A file ``corrupt`` in that folder: after the next transfer that this process reads,
+  the sign bits of one transferred block are flipped in every layer, and the file is
+  renamed to ``corrupted``.
+- ``KVPAD_PROBE_CHANGES``: a comma-separated list of names of ``change_*`` below.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+
+def register() -> None:
+    """Entry point; called once a process by vLLM."""
+    # The front end and the engine core hold no cache.
+    if "Worker" not in multiprocessing.current_process().name:
+        return
+    watch_nixl_agent(Path(os.environ["KVPAD_PROBE_DIR"]))
+    for name in filter(None, os.environ.get("KVPAD_PROBE_CHANGES", "").split(",")):
+        globals()[f"change_{name}"]()
+
+
+def watch_nixl_agent(folder: Path) -> None:
+    from nixl._api import nixl_agent
+
+    sides: dict[int, list[tuple[int, int]]] = {}  # handle -> ranges
+    reads: dict[int, list[tuple[int, int]]] = {}
+
+    def ranges(descs: Any) -> list[tuple[int, int]]:
+        return [tuple(descs[i])[:2] for i in range(descs.descCount())]
+
+    def after(name: str, note: Any) -> None:
+        original = getattr(nixl_agent, name)
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            note(result, *args)
+            return result
+
+        setattr(nixl_agent, name, method)
+
+    def registered(result: Any, *_: Any) -> None:
+        with (folder / f"registered-{os.getpid()}").open("a") as file:
+            print(json.dumps(ranges(result)), file=file)
+
+    def prepared(result: Any, agent: str, descs: Any, *_: Any) -> None:
+        if agent == "NIXL_INIT_AGENT":
+            sides[id(result)] = ranges(descs)
+
+    def made(result: Any, operation: str, local: Any, indices: Any, *_: Any) -> None:
+        if operation == "READ":
+            reads[id(result)] = [sides[id(local)][int(i)] for i in indices]
+
+    def checked(state: str, handle: Any) -> None:
+        if state != "DONE" or (transferred := reads.pop(id(handle), None)) is None:
+            return
+        try:
+            (folder / "corrupt").rename(folder / "corrupted")
+        except FileNotFoundError:
+            return
+        flip_signs_of_one_block(transferred)
+
+    after("register_memory", registered)
+    after("prep_xfer_dlist", prepared)
+    after("make_prepped_xfer", made)
+    after("check_xfer_state", checked)
+
+
+def flip_signs_of_one_block(transferred: list[tuple[int, int]]) -> None:
+    """Flip every bfloat16 sign in the first block of each layer's run of blocks.
+
+    ``transferred`` is layer by layer; the layers have equally many blocks.
+    """
+    length = transferred[0][1]
+    layers = 30
+    for address, _ in transferred[:: max(len(transferred) // layers, 1)]:
+        data = (ctypes.c_uint8 * length).from_address(address)
+        for i in range(1, length, 2):
+            data[i] ^= 0x80
+
+
+def change_unpadded() -> None:
+    """Let kvpad place the cache as the engine planned it, whatever the connector."""
+    import vllm_kvpad.hosts.supplied_cache as supplied_cache
+
+    assert hasattr(supplied_cache, "pad_kv_cache_segments")
+    supplied_cache.pad_kv_cache_segments = lambda config, layout, granule: config
+
+
+def change_missing_patch_point() -> None:
+    """Take away a property that kvpad patches and start-up does without."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    del Worker.sleep_mode_backend
+
+
+def change_block_outermost_layout() -> None:
+    """Let the CPU kernels be used with BLHNC.
+
+    They address blocks by their stride and read each block as LBHNC has it, which
+    BLHNC has too; vLLM only does not list it.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(
+        lambda cls: (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    )

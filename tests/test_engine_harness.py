@@ -1,0 +1,120 @@
+"""No engine outlives its test: the supervisor, with small programs for servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from engines import Engine, EngineError, EngineSpec, free_ports, process_group
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@dataclass(frozen=True)
+class Program(EngineSpec):
+    """Stands in for a server: a Python program instead of vLLM."""
+
+    code: str = ""
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, "-c", textwrap.dedent(self.code), str(port)]
+
+
+SERVER = """
+    import http.server, subprocess, sys
+    # As vLLM does: a child in the same group, and deaf to SIGINT at that.
+    subprocess.Popen([sys.executable, "-c",
+        "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(600)"])
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start(tmp_path: Path, code: str) -> Engine:
+    return Engine("program", Program(model=tmp_path, code=code), tmp_path)
+
+
+def wait_until_gone(group: int, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while process_group(group):
+        assert time.monotonic() < deadline, f"group {group} still has processes"
+        time.sleep(0.05)
+
+
+def test_a_healthy_server_is_found_and_stopped_with_its_children(
+    tmp_path: Path,
+) -> None:
+    with start(tmp_path, SERVER) as engine:
+        engine.wait_healthy(timeout=30)
+        assert len(engine.pids()) == 2
+    wait_until_gone(engine.pid, seconds=0)
+    engine.stop()  # again, harmless
+
+
+def test_a_server_that_dies_is_reported_with_its_log(tmp_path: Path) -> None:
+    code = "print('so it goes'); raise SystemExit(3)"
+    with (
+        start(tmp_path, code) as engine,
+        pytest.raises(EngineError, match=r"(?s)status 3 .*so it goes"),
+    ):
+        engine.wait_healthy(timeout=30)
+
+
+def test_children_of_a_server_that_dies_are_ended(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        subprocess.Popen(["sleep", "600"])
+    """
+    with start(tmp_path, code) as engine:
+        assert engine.wait_exit(timeout=30) == 0
+        wait_until_gone(engine.pid, seconds=0)
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    with (
+        start(tmp_path, "import time; time.sleep(600)") as engine,
+        pytest.raises(EngineError, match="not healthy after 1 s"),
+    ):
+        engine.wait_healthy(timeout=1)
+    wait_until_gone(engine.pid, seconds=0)
+
+
+def test_a_killed_parent_takes_its_server_along(tmp_path: Path) -> None:
+    program = f"""
+        import sys, time
+        from pathlib import Path
+        sys.path[:0] = [{str(EXAMPLES)!r}, {str(Path(__file__).parent)!r}]
+        from test_engine_harness import SERVER, start
+        engine = start(Path(sys.argv[1]), SERVER)
+        engine.wait_healthy(timeout=30)
+        print(engine.pid, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert parent.stdout is not None
+        group = int(parent.stdout.readline())
+        assert process_group(group)
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.communicate()
+    wait_until_gone(group)
+
+
+def test_ports_are_free_consecutive_and_never_given_twice() -> None:
+    first, second = free_ports(8), free_ports(8)
+    assert set(range(first, first + 8)).isdisjoint(range(second, second + 8))
