@@ -50,6 +50,27 @@ class MeasuredMemory:
         return available - self.transient_peak_bytes - self.reserved_bytes
 
 
+def capacity_blocks(num_bytes: int, bytes_per_block: int, alignment: int) -> int:
+    """Blocks to reserve addresses for: as many as could ever be committed.
+
+    Rounded up to ``alignment`` where that at most doubles the address space. Then
+    every segment starts on a granule also where nothing is padded, and a commit
+    loses less than one granule a segment instead of up to two. Addresses are
+    free; the number of blocks that are committed is not rounded.
+
+    Args:
+        num_bytes: What the cache would take if nothing but weights were resident.
+        bytes_per_block: Bytes of a block in all layers.
+        alignment: Blocks; :func:`vllm_kvpad.placement.block_alignment`.
+
+    Returns:
+        Blocks, at least 1.
+    """
+    blocks = max(num_bytes // bytes_per_block, 1)
+    aligned = -(-blocks // alignment) * alignment
+    return aligned if aligned <= 2 * blocks else blocks
+
+
 def warm_up_blocks(
     *,
     affordable_blocks: int,

@@ -78,14 +78,17 @@ def plan_differently_than_the_engine() -> None:
     """Make the worker's early plan one that the engine core does not share."""
     from vllm_kvpad.hosts import model_runners
 
-    plan = model_runners.plan_kv_cache
+    planner = model_runners.kv_cache_planner
 
-    def other(runner: Any, num_bytes: int) -> Any:
-        config = plan(runner, num_bytes)
-        config.kv_cache_groups[0].is_eagle_group = True
-        return config
+    def other(runner: Any) -> Any:
+        def plan(num_blocks: int) -> Any:
+            config = planner(runner)(num_blocks)
+            config.kv_cache_groups[0].is_eagle_group = True
+            return config
 
-    model_runners.plan_kv_cache = other
+        return plan
+
+    model_runners.kv_cache_planner = other
     # Dropping the early state stops at what only a GPU runner has.
     model_runners.drop_kv_cache = lambda runner: runner._cleanup_profiling_kv_cache()
 
@@ -128,6 +131,7 @@ def main() -> None:
         assert cache is not None
         facts |= {
             "capacity": cache.capacity_blocks,
+            "address_space": cache.size,
             "committed": cache.num_committed_blocks,
             "bytes_per_block": cache.bytes_per_block,
             "physical_bytes": cache.physical_bytes,

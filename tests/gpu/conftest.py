@@ -4,7 +4,8 @@ One command on a machine with a GPU, vLLM 0.33 for CUDA and this package install
 
     pytest -m gpu tests/gpu
 
-Figures go to the terminal, and as JSON to ``$KVPAD_RESULTS`` where that is set.
+Figures go to the terminal, and as lines of JSON to ``$KVPAD_RESULTS/figures.jsonl``
+where that is set.
 """
 
 from __future__ import annotations
@@ -49,9 +50,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(test)
         for name, value in figures.items():
             terminalreporter.write_line(f"    {name}: {value}")
-    if folder := os.environ.get("KVPAD_RESULTS"):
-        target = Path(folder) / f"figures-{os.getpid()}.json"
-        target.write_text(json.dumps(_figures, indent=1, default=str))
 
 
 @pytest.fixture
@@ -60,6 +58,11 @@ def figure(request: pytest.FixtureRequest) -> Callable[..., None]:
 
     def note(**figures: Any) -> None:
         _figures.setdefault(request.node.name, {}).update(figures)
+        if folder := os.environ.get("KVPAD_RESULTS"):
+            # As it comes: what was measured survives a run that is cut short.
+            with Path(folder, "figures.jsonl").open("a") as lines:
+                line = {"test": request.node.name, **figures}
+                lines.write(json.dumps(line, default=str) + "\n")
 
     return note
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import time
@@ -377,51 +378,78 @@ def commit_times(conversation: Conversation, gib: int, layers: int) -> dict[str,
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     from vllm_kvpad.kv_cache import ExtensibleKVCache
+    from vllm_kvpad.placement import pad_kv_cache_segments
+    from vllm_kvpad.vmm import get_driver
 
     device = torch.device("cuda:0")
-    torch.cuda.init()
+    torch.zeros(1, device=device)
     spec = FullAttentionSpec(
         block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
     )
     page = spec.page_size_bytes
     blocks = (gib << 30) // (page * layers)
     names = [f"model.layers.{i}.self_attn.attn" for i in range(layers)]
-    config = KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(
-                size=page * layers * blocks,
-                layers=names,
-                layer_stride=page * blocks,
-                block_stride=page,
-            )
-        ],
-        kv_cache_groups=[KVCacheGroupSpec(names, spec)],
+    tensor = KVCacheTensor(
+        size=page * layers * blocks,
+        layers=names,
+        layer_stride=page * blocks,
+        block_stride=page,
     )
-    from vllm_kvpad.placement import pad_kv_cache_segments
-    from vllm_kvpad.vmm import get_driver
+    config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
+    layout = KVCacheLayout.LBNHC
+    padded = pad_kv_cache_segments(config, layout, get_driver(device).granularity)
+    seconds: dict[str, list[float]] = {"commit": [], "torch.zeros": [], "free": []}
 
-    padded = pad_kv_cache_segments(
-        config, KVCacheLayout.LBNHC, get_driver(device).granularity
-    )
-    commits, zeros, frees = [], [], []
+    def timed(name: str, action: Any) -> Any:
+        torch.cuda.synchronize()
+        # The driver scrubs memory that was just given back; let it finish first.
+        time.sleep(0.5)
+        started = time.perf_counter()
+        result = action()
+        torch.cuda.synchronize()
+        seconds.setdefault(name, []).append(time.perf_counter() - started)
+        return result
+
     for _ in range(5):
-        cache = ExtensibleKVCache(padded, KVCacheLayout.LBNHC, device)
+        cache = ExtensibleKVCache(padded, layout, device)
         cache.commit(1)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        cache.commit(blocks, defragment=True)
-        torch.cuda.synchronize()
-        commits.append(time.perf_counter() - started)
+        calls = time_driver_calls(cache.driver, seconds)
+        timed("commit", functools.partial(cache.commit, blocks, defragment=True))
+        calls()
         assert all(cache.segments_backed_by_one_chunk())
-        started = time.perf_counter()
-        cache.free()
-        frees.append(time.perf_counter() - started)
-
-        started = time.perf_counter()
-        buffer = torch.zeros(page * layers * blocks, dtype=torch.int8, device=device)
-        torch.cuda.synchronize()
-        zeros.append(time.perf_counter() - started)
+        timed("free", cache.free)
+        buffer = timed(
+            "torch.zeros",
+            lambda: torch.zeros(
+                page * layers * blocks, dtype=torch.int8, device=device
+            ),
+        )
         del buffer
         torch.cuda.empty_cache()
-    return {"commit": commits, "torch.zeros": zeros, "free": frees, "blocks": blocks}
+    return seconds
+
+
+def time_driver_calls(driver: Any, seconds: dict[str, list[float]]) -> Any:
+    """Time each kind of driver call until the function returned is called."""
+    names = ("create", "map", "set_access", "unmap", "release", "zero", "synchronize")
+    totals = dict.fromkeys(names, 0.0)
+
+    def timing(name: str, stock: Any) -> Any:
+        def call(*args: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return stock(*args)
+            finally:
+                totals[name] += time.perf_counter() - started
+
+        return call
+
+    for name in names:
+        setattr(driver, name, timing(name, getattr(driver, name)))
+
+    def stop() -> None:
+        for name in names:
+            delattr(driver, name)
+            seconds.setdefault(f"of which {name}", []).append(totals[name])
+
+    return stop

@@ -289,13 +289,15 @@ def test_out_of_memory_names_call_size_and_free_memory() -> None:
 @in_a_process
 def test_other_errors_are_not_taken_for_lack_of_memory() -> None:
     driver = make_driver()
-    address = driver.reserve(driver.granularity)
-    with pytest.raises(VmmError, match="cuMemUnmap") as caught:
-        driver.unmap(address, driver.granularity)
+    address = driver.reserve(2 * driver.granularity)
+    handle = driver.create(driver.granularity)
+    with pytest.raises(VmmError, match="cuMemMap") as caught:
+        driver.map(address, 2 * driver.granularity, handle)  # more than there is
     assert not isinstance(caught.value, VmmOutOfMemoryError)
     with pytest.raises(VmmError, match="cuMemGetAddressRange"):
         driver.backing_range(1 << 20)
-    driver.free_address(address, driver.granularity)
+    driver.release(handle)
+    driver.free_address(address, 2 * driver.granularity)
 
 
 @in_a_process

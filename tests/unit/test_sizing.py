@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvpad.sizing import MeasuredMemory, warm_up_blocks
+from vllm_kvpad.sizing import MeasuredMemory, capacity_blocks, warm_up_blocks
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -99,3 +99,19 @@ def test_warm_up_takes_what_its_steps_address() -> None:
     )
     # One full batch and a few blocks for each request, in either group.
     assert 2 * (512 + 256) < blocks < 2 * (512 + 256 * 10)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "alignment", "expected"),
+    [
+        (1000 * 4096, 512, 1024),  # rounded up: addresses only
+        (1000 * 4096, 2048, 1000),  # would more than double the address space
+        (1024 * 4096, 512, 1024),
+        (5 * 4096, 1, 5),
+        (100, 512, 1),  # less than a block still needs the null block
+    ],
+)
+def test_capacity_is_rounded_up_where_that_is_cheap(
+    num_bytes: int, alignment: int, expected: int
+) -> None:
+    assert capacity_blocks(num_bytes, 4096, alignment) == expected

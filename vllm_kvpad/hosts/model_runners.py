@@ -7,22 +7,20 @@ Every function takes a ``GPUModelRunner`` of either kind (V1:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def plan_kv_cache(runner: Any, num_bytes: int) -> KVCacheConfig:
-    """Plan a cache for this worker as the engine core would, before it does.
+def kv_cache_planner(runner: Any) -> Callable[[int], KVCacheConfig]:
+    """Return what plans a cache of n blocks for this worker as the engine core would.
 
     Args:
         runner: A model runner whose layers are loaded.
-        num_bytes: What the cache may take.
-
-    Returns:
-        A config of as many blocks as fit into ``num_bytes``, at least one.
     """
     vllm_config = runner.vllm_config
     spec = runner.get_kv_cache_spec()
@@ -32,33 +30,35 @@ def plan_kv_cache(runner: Any, num_bytes: int) -> KVCacheConfig:
 
         builder = get_kv_cache_config_builder(vllm_config)
         groups = get_kv_cache_groups_from_builder(builder, vllm_config, spec)
+        return functools.partial(_plan_with_builder, builder, vllm_config, groups)
 
-        def plan(num_blocks: int) -> KVCacheConfig:
-            return builder.get_kv_cache_config_from_groups(
-                vllm_config, groups, num_blocks=num_blocks
-            )
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-    else:  # 0.32
-        from vllm.v1.core.kv_cache_utils import (
-            get_kv_cache_config_from_groups,
-            get_kv_cache_groups,
-        )
+    groups = get_kv_cache_groups(vllm_config, spec)
+    return functools.partial(_plan_with_override, vllm_config, groups)
 
-        groups = get_kv_cache_groups(vllm_config, spec)
 
-        def plan(num_blocks: int) -> KVCacheConfig:
-            cache_config = runner.cache_config
-            saved = cache_config.num_gpu_blocks_override
-            cache_config.num_gpu_blocks_override = num_blocks
-            try:
-                return get_kv_cache_config_from_groups(
-                    vllm_config, groups, available_memory=0
-                )
-            finally:
-                cache_config.num_gpu_blocks_override = saved
+def _plan_with_builder(
+    builder: Any, vllm_config: Any, groups: Any, num_blocks: int
+) -> KVCacheConfig:
+    return builder.get_kv_cache_config_from_groups(
+        vllm_config, groups, num_blocks=num_blocks
+    )
 
-    bytes_per_block = plan(1).kv_cache_tensors[0].size
-    return plan(max(num_bytes // bytes_per_block, 1))
+
+def _plan_with_override(
+    vllm_config: Any, groups: Any, num_blocks: int
+) -> KVCacheConfig:
+    """vLLM 0.32 plans for a number of bytes; a number of blocks overrides it."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+    cache_config = vllm_config.cache_config
+    saved = cache_config.num_gpu_blocks_override
+    cache_config.num_gpu_blocks_override = num_blocks
+    try:
+        return get_kv_cache_config_from_groups(vllm_config, groups, available_memory=0)
+    finally:
+        cache_config.num_gpu_blocks_override = saved
 
 
 def rebind_kv_cache(runner: Any, kv_cache_config: KVCacheConfig) -> None:

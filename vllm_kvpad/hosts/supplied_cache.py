@@ -31,11 +31,13 @@ from vllm_kvpad.hosts import StepAside, model_runners
 from vllm_kvpad.kv_cache import ExtensibleKVCache
 from vllm_kvpad.log import get_logger
 from vllm_kvpad.placement import (
+    block_alignment,
+    kv_cache_segments,
     pad_kv_cache_segments,
     padding_bytes,
     rounded_blocks,
 )
-from vllm_kvpad.sizing import MeasuredMemory, warm_up_blocks
+from vllm_kvpad.sizing import MeasuredMemory, capacity_blocks, warm_up_blocks
 from vllm_kvpad.vmm import HostVmmDriver, VmmUnsupportedError, get_driver
 
 if TYPE_CHECKING:
@@ -288,10 +290,18 @@ class SuppliedKVCache:
         runner = worker.model_runner
         # Multimodal front ends: stock subtracts their share from what it returns.
         reserved = int(worker.available_kv_cache_memory_bytes) - without_graphs
-        planned = model_runners.plan_kv_cache(
-            runner, worker.requested_memory - runner.model_memory_usage
+        plan = model_runners.kv_cache_planner(runner)
+        one_block = plan(1)
+        bytes_per_block = one_block.kv_cache_tensors[0].size
+        planned = plan(
+            capacity_blocks(
+                worker.requested_memory - runner.model_memory_usage,
+                bytes_per_block,
+                block_alignment(
+                    kv_cache_segments(one_block, layout), driver.granularity
+                ),
+            )
         )
-        bytes_per_block = planned.kv_cache_tensors[0].size // planned.num_blocks
         warm_blocks = _min_across_ranks(
             warm_up_blocks(
                 affordable_blocks=max(without_graphs // bytes_per_block, 0),
