@@ -31,7 +31,8 @@ class CacheAwareSleepModeBackend:
     def resume(self, tags: list[str] | None = None) -> None:
         """Restore what ``tags`` name (None: all); the cache comes back zeroed."""
         self._backend.resume(tags)
-        if tags is None or _TAG in tags:
+        # Waking the rest after the cache was woken by its tag finds it awake.
+        if (tags is None or _TAG in tags) and self._cache.is_released:
             self._cache.recommit()
 
     def discard(self, tags: tuple[str, ...]) -> None:
