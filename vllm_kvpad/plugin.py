@@ -26,8 +26,11 @@ def register() -> None:
 
     Does nothing unless ``VLLM_PLUGINS`` names ``kvpad`` (vLLM loads every installed
     plugin when the variable is unset; kvpad asks to be named), and nothing when
-    ``VLLM_KVPAD_DISABLE=1``. Calling it again changes nothing. Never raises: a vLLM
-    that it does not recognise runs as stock, after one warning.
+    ``VLLM_KVPAD_DISABLE=1``. Calling it again changes nothing. A vLLM that it does
+    not recognise runs as stock, after one warning.
+
+    Raises:
+        KvpadConfigError: ``VLLM_KVPAD_DISABLE`` is neither on nor off.
     """
     if not _is_switched_on():
         return
