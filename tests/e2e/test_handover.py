@@ -29,7 +29,8 @@ def test_the_prompts_fill_and_overflow_blocks(fleet: Fleet) -> None:
 
 
 def test_decoded_text_is_the_stock_pairs(fleet: Fleet) -> None:
-    assert fleet.answers("kvpad").texts == fleet.answers("stock").texts
+    stock = fleet.answers("stock")
+    assert fleet.answers("kvpad").texts == stock.texts
 
 
 def test_no_transfer_fails(fleet: Fleet) -> None:
@@ -43,7 +44,8 @@ def test_bytes_transferred_are_blocks_times_bytes_per_block(fleet: Fleet) -> Non
 
 
 def test_the_engine_has_the_blocks_that_stock_has(fleet: Fleet) -> None:
-    assert fleet.answers("kvpad").num_blocks == fleet.answers("stock").num_blocks
+    stock = fleet.answers("stock")
+    assert fleet.answers("kvpad").num_blocks == stock.num_blocks
 
 
 def test_each_registered_region_lies_in_one_mapping_of_one_memfd(
@@ -93,8 +95,8 @@ def test_the_log_says_what_was_supplied(fleet: Fleet) -> None:
 
 
 def test_flipped_bytes_in_one_transferred_block_change_the_text(fleet: Fleet) -> None:
-    pair = fleet.pair("kvpad")
     expected = fleet.answers("stock").texts
+    pair = fleet.pair("kvpad")
     folder = fleet.probe_dir("kvpad")
     (folder / "corrupted").unlink(missing_ok=True)
     (folder / "corrupt").touch()

@@ -12,9 +12,10 @@ BYTES_PER_BLOCK = 30 * 2 * 3 * 64 * 2 * 32
 
 
 def test_decoded_text_is_that_of_a_stock_pair_of_the_same_layout(fleet: Fleet) -> None:
+    stock = fleet.answers("stock-blhnc")
     answers = fleet.answers("kvpad-blhnc")
-    assert answers.texts == fleet.answers("stock-blhnc").texts
-    assert answers.num_blocks == fleet.answers("stock-blhnc").num_blocks
+    assert answers.texts == stock.texts
+    assert answers.num_blocks == stock.num_blocks
     assert answers.failed_transfers == 0
     for handover in answers.handovers:
         assert handover.bytes_transferred == handover.blocks * BYTES_PER_BLOCK

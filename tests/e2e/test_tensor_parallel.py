@@ -14,9 +14,10 @@ BYTES_PER_BLOCK_AND_RANK = 30 * 2 * 2 * 64 * 2 * 32
 
 
 def test_decoded_text_is_that_of_a_stock_pair_with_two_ranks(fleet: Fleet) -> None:
+    stock = fleet.answers("stock-tp2")
     answers = fleet.answers("kvpad-tp2")
-    assert answers.texts == fleet.answers("stock-tp2").texts
-    assert answers.num_blocks == fleet.answers("stock-tp2").num_blocks
+    assert answers.texts == stock.texts
+    assert answers.num_blocks == stock.num_blocks
     assert answers.failed_transfers == 0
     for handover in answers.handovers:
         assert (
