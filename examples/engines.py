@@ -272,6 +272,17 @@ class Engine:
             kv_transfer_params=answer.get("kv_transfer_params"),
         )
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; what a connector keeps stays.
+
+        The spec's ``env`` must have ``VLLM_SERVER_DEV_MODE=1``.
+
+        Raises:
+            EngineError: The server did not; a request may still hold blocks.
+        """
+        if not json.loads(self._http("/reset_prefix_cache", {}))["success"]:
+            raise EngineError(f"engine {self.name}: the prefix cache was not reset")
+
     def metric(self, name: str) -> float:
         """The sum of Prometheus samples called ``name`` over their labels.
 
