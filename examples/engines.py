@@ -272,15 +272,19 @@ class Engine:
             kv_transfer_params=answer.get("kv_transfer_params"),
         )
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; what a connector keeps stays.
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Forget all cached prefixes.
 
         The spec's ``env`` must have ``VLLM_SERVER_DEV_MODE=1``.
+
+        Args:
+            external: Also those that the connector keeps.
 
         Raises:
             EngineError: The server did not; a request may still hold blocks.
         """
-        if not json.loads(self._http("/reset_prefix_cache", {}))["success"]:
+        path = f"/reset_prefix_cache?reset_external={str(external).lower()}"
+        if not json.loads(self._http(path, {}))["success"]:
             raise EngineError(f"engine {self.name}: the prefix cache was not reset")
 
     def metric(self, name: str) -> float:
