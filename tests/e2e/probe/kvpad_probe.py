@@ -39,6 +39,8 @@ def watch_nixl_agent(folder: Path) -> None:
     reads: dict[int, list[tuple[int, int]]] = {}
 
     def ranges(descs: Any) -> list[tuple[int, int]]:
+        if isinstance(descs, list):  # NIXL takes plain tuples as well
+            return [tuple(desc)[:2] for desc in descs]
         return [tuple(descs[i])[:2] for i in range(descs.descCount())]
 
     def after(name: str, note: Any) -> None:
