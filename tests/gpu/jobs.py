@@ -291,6 +291,9 @@ def transfer_peer(
             )
             conversation.send([list(o.outputs[0].token_ids) for o in outputs])
         elif command == "sleep":
+            # An in-process engine hears that the decoder has read its blocks only
+            # while it steps, and vLLM refuses to sleep on blocks that are held.
+            greedy(engine, token_prompts(1), 2)
             engine.sleep(level=1)
             asleep = used_device_bytes()
             engine.wake_up()
