@@ -163,10 +163,16 @@ class StoreIndex:
         """How many of ``keys`` are stored before the first that is not."""
         return next((i for i, k in enumerate(keys) if k not in self), len(keys))
 
-    def add(self, key: bytes) -> int:
-        """The slot to write ``key`` to, taken from another if all are in use."""
+    @property
+    def next_to_go(self) -> bytes | None:
+        """The key that the next :meth:`add` evicts, or None while slots are free."""
         full = len(self._slot_of) == self._slots
-        slot = self._slot_of.popitem(last=False)[1] if full else len(self._slot_of)
+        return next(iter(self._slot_of)) if full else None
+
+    def add(self, key: bytes) -> int:
+        """The slot to write ``key`` to."""
+        victim = self.next_to_go
+        slot = len(self._slot_of) if victim is None else self._slot_of.pop(victim)
         self._slot_of[key] = slot
         return slot
 
@@ -238,11 +244,17 @@ class Planner:
         tokens = computed + scheduled.num_scheduled_tokens[req_id]
         # Blocks with tokens that are only guessed yet have no hash.
         complete = min(len(keys), tokens // self._block_size)
+        if complete <= self._considered[req_id]:
+            return
+        own = set(keys[:complete])
         for i in range(self._considered[req_id], complete):
-            if keys[i] not in self.index:
-                # By slot: in a store smaller than the step, the last one wins.
-                copies.saves[self.index.add(keys[i])] = self._blocks[req_id][i]
-        self._considered[req_id] = max(complete, self._considered[req_id])
+            if keys[i] in self.index:
+                continue
+            if self.index.next_to_go in own:
+                break  # the head of a prefix is worth more than its end
+            # By slot: if requests of one step compete for it, the last one has it.
+            copies.saves[self.index.add(keys[i])] = self._blocks[req_id][i]
+        self._considered[req_id] = complete
 
     def forget(self, request: Any) -> None:
         """A request has ended: remember its prefix, drop the rest."""
@@ -271,6 +283,7 @@ class HostStore:
         self._buffer: torch.Tensor | None = None
         self._buffer_registration: Any = None
         self._cache_registration: Any = None
+        self._sides: tuple[Any, ...] = ()  # prepared descriptors: cache, store
         self._totals = dict.fromkeys(("read", "written"), 0)
         self._totals |= dict.fromkeys(("bytes_read", "bytes_written"), 0)
 
@@ -317,8 +330,10 @@ class HostStore:
             ]
             address += size
         # The peer is the agent itself: NIXL copies between its own registrations.
-        self._cache_side = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", cache, memory)
-        self._store_side = self._agent.prep_xfer_dlist(self._name, store, "DRAM")
+        self._sides = (
+            self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", cache, memory),
+            self._agent.prep_xfer_dlist(self._name, store, "DRAM"),
+        )
         facts = {"pid": os.getpid(), "regions": regions}
         logger.info("NIXL store registered: %s", json.dumps(facts))
 
@@ -326,8 +341,9 @@ class HostStore:
         """Let go of the cache; the buffer stays. Harmless when repeated."""
         if self._cache_registration is None:
             return
-        self._agent.release_dlist_handle(self._cache_side)
-        self._agent.release_dlist_handle(self._store_side)
+        for side in self._sides:
+            self._agent.release_dlist_handle(side)
+        self._sides = ()
         self._agent.deregister_memory(self._cache_registration)
         self._cache_registration = None
 
@@ -346,12 +362,13 @@ class HostStore:
         if self._is_async:
             # Kernels that were launched earlier may still use the blocks.
             torch.accelerator.synchronize()
+        cache, store = self._sides
         layers = range(self._layers)
         handle = self._agent.make_prepped_xfer(
             operation,
-            self._cache_side,
+            cache,
             [n * self._num_blocks + block for n in layers for block, _ in pairs],
-            self._store_side,
+            store,
             [n * self._slots + slot for n in layers for _, slot in pairs],
         )
         try:
