@@ -243,8 +243,16 @@ class Engine:
         prompt: str,
         max_tokens: int,
         kv_transfer_params: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
     ) -> Completion:
         """Continue ``prompt`` greedily by at most ``max_tokens`` tokens.
+
+        Args:
+            prompt: The text.
+            max_tokens: Tokens after which the model is stopped.
+            kv_transfer_params: For the connector.
+            request_id: The request's name, for connectors that match requests of two
+                engines by it; the server's choice if None.
 
         Raises:
             EngineError: The server refused or died.
@@ -257,6 +265,8 @@ class Engine:
         }
         if kv_transfer_params is not None:
             body["kv_transfer_params"] = dict(kv_transfer_params)
+        if request_id is not None:
+            body["request_id"] = request_id
         try:
             answer = json.loads(self._http("/v1/completions", body))
         except urllib.error.HTTPError as error:
