@@ -16,6 +16,7 @@ from typing import Any
 
 MIB = 1 << 20
 PEAK_BYTES = 64 * MIB
+DEVICE_BYTES = 8 << 30
 
 PROMPTS = [
     "The capital of France is",
@@ -24,12 +25,19 @@ PROMPTS = [
 ]
 
 
-def give_cpu_worker_a_gpu_workers_start(budget_mib: int, facts: dict[str, Any]) -> None:
-    """Let ``CPUWorker`` measure; note in ``facts`` what happened on the way."""
+def give_cpu_worker_a_gpu_workers_start(
+    budget_mib: int, resident_mib: int, facts: dict[str, Any]
+) -> None:
+    """Let ``CPUWorker`` measure; note in ``facts`` what happened on the way.
+
+    What is free is told, not asked: a device of ``DEVICE_BYTES`` on which warm-up
+    leaves ``resident_mib`` behind, whatever else runs on this machine.
+    """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     from vllm_kvpad.hosts import model_runners
     from vllm_kvpad.hosts.supply import supply_of
+    from vllm_kvpad.vmm import HostVmmDriver
 
     stock_warm_up = CPUWorker.compile_or_warm_up_model
 
@@ -40,9 +48,14 @@ def give_cpu_worker_a_gpu_workers_start(budget_mib: int, facts: dict[str, Any]) 
         self.cache_config.kv_cache_memory_bytes = None
         self.requested_memory = budget_mib * MIB
         self.model_runner.model_memory_usage = 0
-        self.init_snapshot = SimpleNamespace(
-            free_memory=supply._driver(self).free_memory()
-        )
+        self.init_snapshot = SimpleNamespace(free_memory=DEVICE_BYTES)
+
+        def free_memory(driver: Any) -> int:
+            committed = supply.cache.physical_bytes if supply.cache else 0
+            resident = resident_mib * MIB if facts.get("warm_ups") else 0
+            return DEVICE_BYTES - committed - resident
+
+        HostVmmDriver.free_memory = free_memory
         self.peak_activation_memory = PEAK_BYTES
         self.available_kv_cache_memory_bytes = budget_mib * MIB - PEAK_BYTES
         facts["measured_bytes"] = supply.determine_available_memory(
@@ -54,6 +67,7 @@ def give_cpu_worker_a_gpu_workers_start(budget_mib: int, facts: dict[str, Any]) 
     def compile_or_warm_up_model(self: Any) -> Any:
         def warm_up() -> Any:
             facts["warm_ups"] = facts.get("warm_ups", 0) + 1
+            facts["warm_up_blocks"] = self.cache_config.num_gpu_blocks
             self.model_runner._dummy_run(64)
             # What a warm-up leaves in the blocks must not survive into serving.
             for view in self.model_runner.kv_caches:
@@ -97,7 +111,9 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     facts: dict[str, Any] = {}
     if options["plugin"]:
-        give_cpu_worker_a_gpu_workers_start(options["budget_mib"], facts)
+        give_cpu_worker_a_gpu_workers_start(
+            options["budget_mib"], options.get("resident_mib", 40), facts
+        )
         if options.get("plan_differently"):
             plan_differently_than_the_engine()
 

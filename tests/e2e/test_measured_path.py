@@ -55,15 +55,21 @@ def stock_answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return start(tmp_path_factory.mktemp("stock"), plugin=False)["answers"]
 
 
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("registered")
+    return start(folder, kv_transfer_config=NIXL, budget_mib=1200)
+
+
 def test_registering_connector_gets_the_measured_count_in_one_chunk_each(
-    tmp_path: Path, stock_answers: list[str]
+    registered: dict[str, Any], stock_answers: list[str]
 ) -> None:
-    facts = start(tmp_path, kv_transfer_config=NIXL, budget_mib=1200)
+    facts = registered
     assert facts["answers"] == stock_answers
     assert facts["warm_ups"] == 1
     assert facts["blocks"] == facts["committed"] == facts["view_blocks"][0]
     assert facts["blocks"] * facts["bytes_per_block"] == facts["measured_bytes"]
-    assert facts["blocks"] < facts["capacity"]
+    assert facts["warm_up_blocks"] < facts["blocks"] < facts["capacity"]
     assert all(facts["one_chunk_each"])
     assert all(facts["aligned"])
     nominal = facts["blocks"] * facts["bytes_per_block"]
@@ -84,21 +90,31 @@ def test_addresses_stay_and_nothing_of_warm_up_is_left(
     assert facts["blocks"] == facts["committed"]
 
 
-def test_registered_cache_is_zero_where_no_request_wrote(tmp_path: Path) -> None:
-    facts = start(tmp_path, kv_transfer_config=NIXL, budget_mib=1200)
-    assert facts["final_addresses"] == facts["warm_up_addresses"]
-    assert facts["untouched_block_is_zero"]
+def test_registered_cache_is_zero_where_no_request_wrote(
+    registered: dict[str, Any],
+) -> None:
+    assert registered["final_addresses"] == registered["warm_up_addresses"]
+    assert registered["untouched_block_is_zero"]
 
 
 def test_fewer_blocks_than_warm_up_took_are_remapped(
     tmp_path: Path, stock_answers: list[str]
 ) -> None:
     """A budget that warm-up overdraws ends at the smaller, measured count."""
-    # Budget for about 100 blocks beside the peak; what the engine itself takes
-    # during warm-up (tens of MiB) then has to come out of them.
-    facts = start(tmp_path, kv_transfer_config=NIXL, budget_mib=480, max_num_seqs=64)
+    facts = start(
+        tmp_path,
+        kv_transfer_config=NIXL,
+        budget_mib=480,
+        resident_mib=200,
+        max_num_seqs=64,
+    )
     assert facts["answers"] == stock_answers
+    assert facts["blocks"] < facts["warm_up_blocks"]
     assert facts["blocks"] == facts["committed"]
+    # Budget less what is resident and the peak, within a granule for each segment.
+    left = (480 - 200 - 64) << 20
+    assert facts["physical_bytes"] <= left
+    assert left - facts["physical_bytes"] <= facts["segments"] * facts["granule"]
     assert all(facts["one_chunk_each"])
 
 

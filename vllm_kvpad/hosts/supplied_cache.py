@@ -64,11 +64,18 @@ graphs_are_captured_before_sizing: ContextVar[bool] = ContextVar(
 
 
 @dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A cache at capacity: as the engine core would plan it, and as it is placed."""
+
+    planned: KVCacheConfig
+    placed: KVCacheConfig  # padded if the connector registers
+
+
+@dataclasses.dataclass(frozen=True)
 class _WarmStart:
     """What the worker was warmed up with before the engine core made its plan."""
 
-    kv_cache_config: KVCacheConfig  # placed: padded if need be, at capacity
-    planned_config: KVCacheConfig  # the same before padding
+    plan: _Plan
     max_model_len: int
     compilation_times: Any
 
@@ -97,30 +104,30 @@ class SuppliedKVCache:
 
     def determine_available_memory(self, worker: Any, stock: Callable[[], int]) -> int:
         """Bytes the KV cache may take on this worker, measured after warm-up."""
-        try:
-            driver = self._driver(worker)
-            layout = self._layout(worker)
-            if layout.name == "LHBNC":
-                raise StepAside(
-                    "layout LHBNC spreads a block over head groups whose distance "
-                    "depends on the block count"
-                )
-            if worker.cache_config.use_replayssm:
-                raise StepAside("ReplaySSM sizes its state when the cache is bound")
-        except StepAside as reason:
-            self._step_aside(worker, reason)
-            return stock()
         if _size_is_given(worker):
             return stock()
+        try:
+            plan = self._reserve_capacity(worker)
+        except StepAside as error:
+            plan, reason = None, error
+        else:
+            reason = StepAside("another rank of this engine cannot measure")
+        # Warm-up is full of collectives: every rank measures, or none does.
+        if not _on_every_rank(plan is not None):
+            self.close()
+            self._step_aside(worker, reason)
+            return stock()
+        assert plan is not None
         token = graphs_are_captured_before_sizing.set(True)
         try:
             without_graphs = stock()
         finally:
             graphs_are_captured_before_sizing.reset(token)
-        # A start-up plan may have given the size inside stock's method.
-        if _size_is_given(worker) or not worker.model_runner.get_kv_cache_spec():
-            return without_graphs
-        return self._measure(worker, driver, layout, without_graphs)
+        # VLLM_ENABLE_STARTUP_PLAN may have given this rank its size meanwhile.
+        if not _on_every_rank(not _size_is_given(worker)):
+            self.close()
+            return without_graphs if _size_is_given(worker) else stock()
+        return self._measure(worker, plan, without_graphs)
 
     def initialize_from_config(
         self,
@@ -271,37 +278,74 @@ class SuppliedKVCache:
         layout: KVCacheLayout,
     ) -> None:
         """The size is given: reserve, commit all of it, and run stock's path."""
-        placed = self._placed(kv_cache_config, layout, driver)
-        self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
+        try:
+            placed = self._placed(kv_cache_config, layout, driver)
+            self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
+        except ValueError as error:
+            self._step_aside(
+                worker, StepAside(f"the KV cache cannot be placed: {error}")
+            )
+            return stock(kv_cache_config)
         self.cache.commit(
             placed.num_blocks, defragment=self.capabilities.registers_device_memory
         )
         with self._supplying():
             stock(placed)
         self._log_supplied(layout, kv_cache_config, placed)
+        return None
 
-    def _measure(
-        self, worker: Any, driver: VmmDriver, layout: KVCacheLayout, without_graphs: int
-    ) -> int:
-        """Warm up over a capacity reservation; return the bytes that are left."""
+    def _reserve_capacity(self, worker: Any) -> _Plan:
+        """Reserve addresses for all that this worker could ever hold.
+
+        Raises:
+            StepAside: This worker cannot warm up over such a reservation.
+        """
+        from vllm.platforms import current_platform
+
+        runner = worker.model_runner
+        if not runner.get_kv_cache_spec():
+            raise StepAside("this worker has no layers with a KV cache")
+        if worker.cache_config.use_replayssm:
+            raise StepAside("ReplaySSM sizes its state when the cache is bound")
+        if current_platform.is_integrated_gpu(worker.device.index):
+            raise StepAside("the GPU shares its memory with the host")
+        driver = self._driver(worker)
+        layout = self._layout(worker)
+        if layout.name == "LHBNC":
+            raise StepAside(
+                "layout LHBNC spreads a block over head groups whose distance "
+                "depends on the block count"
+            )
+        plan = model_runners.kv_cache_planner(runner)
+        try:
+            one_block = plan(1)
+            alignment = block_alignment(
+                kv_cache_segments(one_block, layout), driver.granularity
+            )
+            planned = plan(
+                capacity_blocks(
+                    worker.requested_memory - runner.model_memory_usage,
+                    one_block.kv_cache_tensors[0].size,
+                    alignment,
+                )
+            )
+            placed = self._placed(planned, layout, driver)
+            self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
+        except ValueError as error:
+            raise StepAside(f"the KV cache cannot be placed: {error}") from error
+        return _Plan(planned, placed)
+
+    def _measure(self, worker: Any, plan: _Plan, without_graphs: int) -> int:
+        """Warm up over the reservation; return the bytes that are left."""
         from vllm.config import set_current_vllm_config
         from vllm.v1.worker.startup_plan import maybe_save_startup_plan
 
-        runner = worker.model_runner
+        cache = self.cache
+        assert cache is not None
+        runner, driver, planned = worker.model_runner, cache.driver, plan.planned
+        bytes_per_block = planned.kv_cache_tensors[0].size // planned.num_blocks
         # Multimodal front ends: stock subtracts their share from what it returns.
         reserved = int(worker.available_kv_cache_memory_bytes) - without_graphs
-        plan = model_runners.kv_cache_planner(runner)
-        one_block = plan(1)
-        bytes_per_block = one_block.kv_cache_tensors[0].size
-        planned = plan(
-            capacity_blocks(
-                worker.requested_memory - runner.model_memory_usage,
-                bytes_per_block,
-                block_alignment(
-                    kv_cache_segments(one_block, layout), driver.granularity
-                ),
-            )
-        )
         warm_blocks = _min_across_ranks(
             warm_up_blocks(
                 affordable_blocks=max(without_graphs // bytes_per_block, 0),
@@ -316,11 +360,10 @@ class SuppliedKVCache:
         if warm_blocks < 1:
             # Not even one block fits beside weights and activations on some rank:
             # the engine core says so, with its advice, from this number.
+            self.close()
             return without_graphs
 
-        placed = self._placed(planned, layout, driver)
-        self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
-        self.cache.commit(warm_blocks)
+        cache.commit(warm_blocks)
         free_before_warm_up = driver.free_memory()
         self._is_warming_up = True
         # Stock closes its warm-up with advice on --kv-cache-memory, computed from
@@ -328,7 +371,7 @@ class SuppliedKVCache:
         peak = worker.__dict__.pop("peak_activation_memory")
         try:
             with self._supplying(), set_current_vllm_config(worker.vllm_config):
-                worker.initialize_from_config(placed)
+                worker.initialize_from_config(plan.placed)
             # The views span the capacity, the memory behind them does not.
             runner.kv_cache_config.num_blocks = warm_blocks
             worker.cache_config.num_gpu_blocks = warm_blocks
@@ -344,18 +387,17 @@ class SuppliedKVCache:
             budget_bytes=int(worker.requested_memory),
             initial_free_bytes=worker.init_snapshot.free_memory,
             free_bytes=driver.free_memory(),
-            committed_bytes=self.cache.physical_bytes,
+            committed_bytes=cache.physical_bytes,
             transient_peak_bytes=peak,
             reserved_bytes=reserved,
             margin_bytes=self.config.margin_bytes,
         )
-        blocks = self.cache.blocks_within(max(memory.kv_cache_bytes, 0))
+        blocks = cache.blocks_within(memory.kv_cache_bytes)
         worker.available_kv_cache_memory_bytes = blocks * bytes_per_block
         if blocks:
             maybe_save_startup_plan(worker, blocks * bytes_per_block)
         self._warm_start = _WarmStart(
-            kv_cache_config=placed,
-            planned_config=planned,
+            plan=plan,
             max_model_len=worker.model_config.max_model_len,
             compilation_times=times,
         )
@@ -379,7 +421,7 @@ class SuppliedKVCache:
         One answer for all ranks: a rank that warms up again alone would wait in a
         collective for the others.
         """
-        planned = warm.planned_config
+        planned = warm.plan.planned
         same = (
             final.num_blocks <= planned.num_blocks
             and final.kv_cache_groups == planned.kv_cache_groups
@@ -393,7 +435,7 @@ class SuppliedKVCache:
             # Each sequence holds a state block; stock refuses to capture graphs for
             # more sequences than blocks, and the fall-back lets it say so.
             same = same and worker.scheduler_config.max_num_seqs <= final.num_blocks
-        return bool(_min_across_ranks(int(same)))
+        return _on_every_rank(same)
 
     def _adopt(
         self,
@@ -409,7 +451,7 @@ class SuppliedKVCache:
             shrink=True,
         )
         placed = dataclasses.replace(
-            final, kv_cache_tensors=warm.kv_cache_config.kv_cache_tensors
+            final, kv_cache_tensors=warm.plan.placed.kv_cache_tensors
         )
         self.is_adopting = True
         try:
@@ -419,7 +461,7 @@ class SuppliedKVCache:
             self.is_adopting = False
         self._adopted = True
         self._log_supplied(
-            self._layout(worker, final), warm.planned_config, warm.kv_cache_config
+            self._layout(worker, final), warm.plan.planned, warm.plan.placed
         )
 
     def _drop_warm_start(self, worker: Any) -> None:
@@ -464,6 +506,10 @@ def _size_is_given(worker: Any) -> bool:
     return bool(
         cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override
     )
+
+
+def _on_every_rank(holds: bool) -> bool:
+    return bool(_min_across_ranks(int(holds)))
 
 
 def _min_across_ranks(value: int) -> int:
