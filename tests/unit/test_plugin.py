@@ -1,0 +1,104 @@
+"""Switching on, registering again, and leaving an unknown vLLM alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.worker.worker_base import WorkerBase
+
+from vllm_kvpad import plugin
+from vllm_kvpad.config import KvpadConfigError
+
+
+@pytest.fixture(autouse=True)
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("VLLM_KVPAD_DISABLE", raising=False)
+    monkeypatch.setenv("VLLM_PLUGINS", "kvpad")
+    stock = WorkerBase.__init__
+    yield
+    plugin.worker_creation_patches.revert()
+    assert WorkerBase.__init__ is stock
+
+
+@pytest.fixture
+def kvpad_log(
+    caplog: pytest.LogCaptureFixture,
+) -> Iterator[pytest.LogCaptureFixture]:
+    """kvpad's log; vLLM's logger does not pass it on to pytest's own handler."""
+    logger = logging.getLogger("vllm.kvpad")
+    logger.addHandler(caplog.handler)
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def patched() -> bool:
+    return hasattr(WorkerBase.__init__, "__wrapped__")
+
+
+@pytest.mark.parametrize("plugins", ["kvpad", "other,kvpad", " kvpad , other"])
+def test_naming_kvpad_turns_it_on(
+    plugins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    plugin.register()
+    assert patched()
+
+
+@pytest.mark.parametrize("plugins", ["", "other", "kvpadding"])
+def test_any_other_list_leaves_it_off(
+    plugins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    plugin.register()
+    assert not patched()
+
+
+def test_without_a_list_it_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS")
+    plugin.register()
+    assert not patched()
+
+
+def test_the_environment_can_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KVPAD_DISABLE", "1")
+    plugin.register()
+    assert not patched()
+
+
+def test_a_misspelt_switch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_KVPAD_DISABLE", "ture")
+    with pytest.raises(KvpadConfigError, match="ture"):
+        plugin.register()
+    assert not patched()
+
+
+def test_registering_again_changes_nothing() -> None:
+    plugin.register()
+    once = WorkerBase.__init__
+    plugin.register()
+    assert WorkerBase.__init__ is once
+
+
+def test_an_unknown_vllm_is_left_alone_after_one_warning(
+    monkeypatch: pytest.MonkeyPatch, kvpad_log: pytest.LogCaptureFixture
+) -> None:
+    def __init__(self: Any, everything: Any) -> None: ...
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WorkerBase, "__init__", __init__)
+        plugin.register()
+        assert WorkerBase.__init__ is __init__
+    messages = [
+        record.getMessage()
+        for record in kvpad_log.records
+        if record.levelno >= logging.WARNING
+    ]
+    assert len(messages) == 1
+    assert "vllm.v1.worker.worker_base:WorkerBase.__init__" in messages[0]
+    assert "takes (self, everything)" in messages[0]
