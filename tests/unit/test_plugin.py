@@ -30,10 +30,12 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def kvpad_log(
     caplog: pytest.LogCaptureFixture,
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """kvpad's log; vLLM's logger does not pass it on to pytest's own handler."""
+    """kvpad's log, once."""
     logger = logging.getLogger("vllm.kvpad")
     logger.addHandler(caplog.handler)
+    logger.propagate = False  # whether vLLM's logger passes it on is its business
     yield caplog
+    logger.propagate = True
     logger.removeHandler(caplog.handler)
 
 
