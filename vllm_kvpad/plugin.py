@@ -107,6 +107,9 @@ def take_charge_of(worker: Any) -> None:
         select_host().install(worker, config, capabilities)
     except (StepAside, PatchError) as error:
         step_aside(worker, config, str(error))
+        return
+    if worker.rank == 0:
+        logger.info("kvpad supplies the KV cache; %s", capabilities.describe())
 
 
 def step_aside(worker: Any, config: Any, reason: str) -> None:
