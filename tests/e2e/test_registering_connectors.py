@@ -1,8 +1,8 @@
 """Every connector that registers and runs on a CPU: two engines, handed-over text.
 
-For each, a stock pair and a kvpad pair answer the same prompts; prefilled in one engine,
-decoded in the other. (NIXL by pull has ``test_handover.py`` to itself.) What cannot run
-here, and where its source says so:
+For each, a stock pair and a kvpad pair answer the same prompts; prefilled in one
+engine, decoded in the other. (NIXL by pull has ``test_handover.py`` to itself.) What
+cannot run here, and where its source says so:
 
 - OffloadingConnector: ``v1/kv_offload/cpu/spec.py`` refuses platforms other than CUDA,
   ROCm and XPU.
@@ -36,6 +36,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 CONNECTORS = Path(__file__).parent / "connectors"
 LAYERS = 30
+BUNDLED_LIBRARIES = "mooncake_transfer_engine_non_cuda.libs"
 PROMPTS = [0, 3, 4, 6]
 MAX_TOKENS = 12
 
@@ -52,7 +53,6 @@ class Case:
         source: What kvpad must log as the source of its answer; a regular expression.
         env: For both engines.
         args: For both engines.
-        regions: Ranges each engine registers besides the layers', at least.
     """
 
     kv_transfer: Callable[[str], dict[str, Any]]
@@ -90,11 +90,13 @@ class Outcome:
 
 def with_params_passed_on(prefill: Engine, decode: Engine, prompt: str) -> str:
     """As NIXL wants it: what the prefill engine returns goes to the decode engine."""
+    name = uuid.uuid4().hex  # pushing engines find each other's requests by it
     offered = prefill.complete(
-        prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True}
+        prompt, 1, kv_transfer_params={"do_remote_decode": True}, request_id=name
     )
-    assert offered.kv_transfer_params
-    return decode.complete(prompt, MAX_TOKENS, offered.kv_transfer_params).text
+    params = offered.kv_transfer_params
+    assert params
+    return decode.complete(prompt, MAX_TOKENS, params, request_id=name).text
 
 
 def with_transfer_id(prefill: Engine, decode: Engine, prompt: str) -> str:
@@ -135,7 +137,7 @@ def push() -> Case:
             "kv_buffer_device": "cpu",
         },
         with_params_passed_on,
-        source=r"built-in table, NixlConnector: .*",
+        source=r"built-in table, NixlPushConnector: .*",
         env={},
     )
 
@@ -220,9 +222,12 @@ def outcomes(
             case = multi()
         case _:
             case = mooncake(request.getfixturevalue("mooncake_libraries"))
-    stock = outcome(fleet, f"{request.param}-stock", case, plugins=("kvpad_probe",))
-    kvpad = outcome(
-        fleet, f"{request.param}-kvpad", case, plugins=("kvpad_probe", "kvpad")
+    stock, kvpad = (
+        outcome(fleet, f"{request.param}-{kind}", case, plugins)
+        for kind, plugins in [
+            ("stock", ("kvpad_probe",)),
+            ("kvpad", ("kvpad_probe", "kvpad")),
+        ]
     )
     return case, stock, kvpad
 
@@ -278,7 +283,8 @@ def failures(engine: Engine) -> list[str]:
     found = [
         line
         for line in engine.log_text().splitlines()
-        if re.search(r"\b(WARNING|ERROR)\b.*(transfer|recv|send|load).*fail", line)
+        if re.search(r"\bERROR\b|\bWARNING\b.*(?i:nixl|mooncake|transfer )", line)
+        and re.search(r"(?i)fail|error|timed out|expired", line)
     ]
     try:
         count = engine.metric("vllm:nixl_num_failed_transfers_total")
@@ -332,3 +338,100 @@ def test_the_log_says_who_answered(outcomes: tuple[Case, Outcome, Outcome]) -> N
         assert facts["registers_device_memory"] is True
         assert re.fullmatch(case.source, facts["source"])
         assert facts["segments"] == facts["chunks"] == LAYERS
+
+
+@pytest.fixture(scope="module")
+def mooncake_master(
+    mooncake_libraries: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A Mooncake master on loopback; yields the file that tells clients of it."""
+    package = importlib.util.find_spec("mooncake")
+    assert package is not None
+    assert package.origin is not None
+    folder = tmp_path_factory.mktemp("mooncake")
+    program = folder / "mooncake_master"
+    # A copy, since the wheel's need not be executable.
+    shutil.copyfile(Path(package.origin).with_name("mooncake_master"), program)
+    program.chmod(0o755)
+    port, metrics = free_ports(1), free_ports(1)
+    bundled = Path(package.origin).parent
+    libraries = f"{mooncake_libraries}:{bundled}:{bundled.parent / BUNDLED_LIBRARIES}"
+    with (folder / "master.log").open("w") as log:
+        master = subprocess.Popen(
+            [program, f"--rpc_port={port}", f"--metrics_port={metrics}"],
+            env={**os.environ, "LD_LIBRARY_PATH": libraries},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_listening(port, master)
+        config = folder / "client.json"
+        config.write_text(
+            json.dumps(
+                {
+                    "metadata_server": "P2PHANDSHAKE",
+                    "master_server_address": f"127.0.0.1:{port}",
+                    "protocol": "tcp",
+                    "global_segment_size": "256MB",
+                    "local_buffer_size": "64MB",
+                }
+            )
+        )
+        yield config
+    finally:
+        master.terminate()
+        master.wait(timeout=10)
+
+
+def wait_listening(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    pytest.fail(f"no Mooncake master on port {port}; status {server.poll()}")
+
+
+def test_mooncake_store_serves_prefixes_after_a_reset(
+    fleet: Fleet, mooncake_libraries: str, mooncake_master: Path
+) -> None:
+    folder = fleet.probe_dir("mooncake-store")
+    spec = EngineSpec(
+        fleet.spec("stock").model,
+        plugins=("kvpad_probe", "kvpad"),
+        kv_transfer={
+            "kv_connector": "CpuMooncakeStoreConnector",
+            "kv_connector_module_path": "cpu_mooncake",
+            "kv_role": "kv_both",
+        },
+        args=("--enable-prefix-caching",),
+        env={
+            **probe_environment(folder),
+            "PYTHONPATH": f"{PROBE}:{CONNECTORS}",
+            "LD_LIBRARY_PATH": mooncake_libraries,
+            "MOONCAKE_CONFIG_PATH": str(mooncake_master),
+            "VLLM_SERVER_DEV_MODE": "1",
+        },
+    )
+    with fleet.engines({"mooncake-store": spec}) as engines:
+        engine = engines["mooncake-store"]
+        engine.wait_healthy()
+        first = [engine.complete(prompts()[i], MAX_TOKENS).text for i in PROMPTS]
+        time.sleep(1)  # it saves in the background
+        engine.reset_prefix_cache()
+        lengths = []
+        for i, text in zip(PROMPTS, first, strict=True):
+            again = engine.complete(prompts()[i], MAX_TOKENS)
+            assert again.text == text
+            lengths.append(again.prompt_tokens)
+        hits = engine.metric("vllm:external_prefix_cache_hits_total")
+        assert hits == sum((n - 1) // BLOCK_SIZE * BLOCK_SIZE for n in lengths)
+        (facts,) = engine.supplied()
+        assert facts["source"].startswith("built-in table, MooncakeStoreConnector")
+        ((pid, ranges),) = registered_regions(folder, engine.pids()).items()
+        assert len(ranges) == LAYERS
+        assert straddling(mappings(pid), ranges) == []
+        assert failures(engine) == []
