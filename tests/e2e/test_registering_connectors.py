@@ -16,10 +16,15 @@ cannot run here, and where its source says so:
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import shutil
+import socket
+import subprocess
+import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
