@@ -31,6 +31,15 @@ V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
+def in_turn(function: Callable[..., Any], log: Log, **options: Any) -> tuple[Any, Any]:
+    """What ``function`` returns beside stock vLLM, and then beside kvpad's."""
+    stock, kvpad = (
+        run(function, plugin=plugin, log=log(str(plugin)), **options)
+        for plugin in (False, True)
+    )
+    return stock, kvpad
+
+
 def dummy(model: str, **options: Any) -> dict[str, Any]:
     return {
         "model": model,
@@ -56,18 +65,10 @@ def test_start_is_faster_with_more_blocks_and_no_more_memory(
 ) -> None:
     """Graphs on, utilisation 0.05, caches warm, three pairs in turn."""
     options = dummy(model_360m, gpu_memory_utilization=0.05)
-    for plugin in (False, True):  # fill the compile and kernel caches of both
-        run(start_and_answer, plugin=plugin, log=log(f"warm-{plugin}"), **options)
-    pairs: list[tuple[Any, ...]] = []
-    for i in range(PAIRS):
-        pairs.append(
-            tuple(
-                run(
-                    start_and_answer, plugin=plugin, log=log(f"{i}-{plugin}"), **options
-                )
-                for plugin in (False, True)
-            )
-        )
+    in_turn(start_and_answer, log, **options)  # fill compile and kernel caches
+    pairs: list[tuple[Any, Any]] = []
+    for _ in range(PAIRS):
+        pairs.append(in_turn(start_and_answer, log, **options))
         figure(init_seconds_so_far=[[each["seconds"] for each in p] for p in pairs])
     stock, kvpad = zip(*pairs, strict=True)
     seconds = [k["seconds"] / s["seconds"] for s, k in pairs]
@@ -111,15 +112,11 @@ def test_tiny_utilisation_with_offloading_keeps_the_measured_count(
     # Each segment also loses up to a granule to rounding, half of one on average.
     target = rest + wanted * wide["bytes_per_block"] + wide["segments"] * MIB
     utilisation = target / wide["total"]
-    stock, kvpad = (
-        run(
-            start_and_fail_or_answer,
-            plugin=plugin,
-            log=log(str(plugin)),
-            gpu_memory_utilization=utilisation,
-            **options,
-        )
-        for plugin in (False, True)
+    stock, kvpad = in_turn(
+        start_and_fail_or_answer,
+        log,
+        gpu_memory_utilization=utilisation,
+        **options,
     )
     assert kvpad["error"] is None, kvpad["error"]
     blocks = kvpad["blocks"]
@@ -153,19 +150,15 @@ def test_greedy_tokens_equal_stock(
         },
         "eager": {"enforce_eager": True},
     }[mode]
-    stock, kvpad = (
-        run(
-            start_and_answer,
-            plugin=plugin,
-            log=log(str(plugin)),
-            environment=runner,
-            model=model_135m,
-            gpu_memory_utilization=0.05,
-            max_num_batched_tokens=2048,
-            prompts=token_prompts(64),
-            **options,
-        )
-        for plugin in (False, True)
+    stock, kvpad = in_turn(
+        start_and_answer,
+        log,
+        environment=runner,
+        model=model_135m,
+        gpu_memory_utilization=0.05,
+        max_num_batched_tokens=2048,
+        prompts=token_prompts(64),
+        **options,
     )
     same = sum(a == b for a, b in zip(stock["answers"], kvpad["answers"], strict=True))
     figure(
@@ -321,15 +314,11 @@ def test_sleep_gives_the_cache_back_and_wake_up_answers_right(
 def test_high_utilisation_leaves_as_much_free_as_stock(
     model_135m: str, log: Log, figure: Figure
 ) -> None:
-    stock, kvpad = (
-        run(
-            start_and_answer,
-            plugin=plugin,
-            log=log(str(plugin)),
-            model=model_135m,
-            gpu_memory_utilization=0.9,
-        )
-        for plugin in (False, True)
+    stock, kvpad = in_turn(
+        start_and_answer,
+        log,
+        model=model_135m,
+        gpu_memory_utilization=0.9,
     )
     free = [
         facts["total"] - max(facts["used_after_start"], facts["used_under_load"])
@@ -405,10 +394,7 @@ def test_utilisation_of_98_percent_with_graphs_starts(
 ) -> None:
     """vLLM issue 57475: start-up ran out of memory while graphs were captured."""
     options = dummy(model_360m, gpu_memory_utilization=0.98)
-    stock, kvpad = (
-        run(start_and_fail_or_answer, plugin=plugin, log=log(str(plugin)), **options)
-        for plugin in (False, True)
-    )
+    stock, kvpad = in_turn(start_and_fail_or_answer, log, **options)
     assert kvpad["error"] is None, kvpad["error"]
     figure(
         blocks_stock=stock.get("blocks", stock["error"]),
@@ -437,10 +423,7 @@ def test_more_blocks_where_the_graph_estimate_is_too_large(
         max_num_seqs=1024,
         compilation_config={"cudagraph_capture_sizes": list(range(1, 513, 4))},
     )
-    stock, kvpad = (
-        run(start_and_fail_or_answer, plugin=plugin, log=log(str(plugin)), **options)
-        for plugin in (False, True)
-    )
+    stock, kvpad = in_turn(start_and_fail_or_answer, log, **options)
     assert kvpad["error"] is None, kvpad["error"]
     figure(
         blocks_stock=stock.get("blocks", stock["error"]),

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import Conversation, run
+from engine_process import Conversation
 from jobs import build_engine, greedy, token_prompts
+from test_engines import in_turn
 
 # Worker processes look their facts up themselves; functions travel to them.
 _ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -58,17 +59,13 @@ def test_both_ranks_commit_the_same_and_answers_equal_stock(
     assert not torch.cuda.is_initialized()
     # Four KV heads: three cannot be split over two ranks.
     model = str(ensure_checkpoint(kv_heads=4))
-    stock, kvpad = (
-        run(
-            answer_on_two_gpus,
-            plugin=plugin,
-            log=log(str(plugin)),
-            environment=_ENVIRONMENT,
-            timeout=280,
-            model=model,
-            executor=executor,
-        )
-        for plugin in (False, True)
+    stock, kvpad = in_turn(
+        answer_on_two_gpus,
+        log,
+        environment=_ENVIRONMENT,
+        timeout=280,
+        model=model,
+        executor=executor,
     )
     figure(ranks_stock=stock["ranks"], ranks_kvpad=kvpad["ranks"])
     assert kvpad["answers"] == stock["answers"]
