@@ -72,7 +72,9 @@ def test_blocks_and_bytes_are_stocks_and_nothing_is_padded(
 def test_text_is_stocks_computed_or_loaded(
     engines: dict[str, Engine], name: str
 ) -> None:
-    # The second time the connector brings back what it kept of the first.
+    # The second time ExampleConnector brings back what it kept of the first. (The
+    # offloading one keeps nothing here: on a CPU it runs only while it has nothing
+    # to do, and is there for its placement.)
     for _ in range(2):
         for prompt in prompts()[2:6]:
             expected = engines["stock-files"].complete(prompt, MAX_TOKENS).text
