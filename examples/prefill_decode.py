@@ -159,7 +159,8 @@ def placement_table(facts: dict[str, Any]) -> Table:
         ("blocks", f"{facts['blocks']:,} of {BLOCK_SIZE} tokens"),
         ("committed bytes", f"{facts['committed_bytes']:,}"),
         ("address space, bytes", f"{facts['address_space_bytes']:,}"),
-        ("of which padding, no memory behind it", f"{facts['padding_bytes']:,}"),
+        ("of which padding", f"{facts['padding_bytes']:,}"),
+        ("physical memory, bytes", f"{facts['physical_bytes']:,}"),
         ("blocks that rounding would have left", f"{facts['rounded_blocks']:,}"),
     ]:
         table.add_row(label, value)

@@ -20,6 +20,7 @@ FACTS = {
     "blocks": 1456,
     "committed_bytes": 1_073_479_680,
     "address_space_bytes": 1_132_462_080,
+    "physical_bytes": 1_132_462_080,
     "padding_bytes": 58_982_400,
     "rounded_blocks": 1280,
 }

@@ -23,6 +23,9 @@ class MeasuredMemory:
         transient_peak_bytes: Most memory a step of the profile run held beyond what
             it left behind; kept free for the steps to come.
         reserved_bytes: Set aside by vLLM for other processes (multimodal frontends).
+        least_resident_bytes: What was resident before warm-up. Warm-up does not give
+            weights back: if less seems resident after it, another process has freed
+            memory meanwhile, which is not this engine's to take.
         margin_bytes: Physical memory to leave free on the device. It guards against
             running out, not against the budget: a budget that already leaves this
             much free is not reduced.
@@ -34,12 +37,14 @@ class MeasuredMemory:
     committed_bytes: int
     transient_peak_bytes: int
     reserved_bytes: int = 0
+    least_resident_bytes: int = 0
     margin_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
         """Bytes the engine keeps besides the KV cache: weights, graphs, buffers."""
-        return self.initial_free_bytes - self.free_bytes - self.committed_bytes
+        measured = self.initial_free_bytes - self.free_bytes - self.committed_bytes
+        return max(measured, self.least_resident_bytes)
 
     @property
     def kv_cache_bytes(self) -> int:

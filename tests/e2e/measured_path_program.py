@@ -67,7 +67,7 @@ def give_cpu_worker_a_gpu_workers_start(
     def compile_or_warm_up_model(self: Any) -> Any:
         def warm_up() -> Any:
             facts["warm_ups"] = facts.get("warm_ups", 0) + 1
-            facts["warm_up_blocks"] = self.cache_config.num_gpu_blocks
+            facts["warm_up_blocks"] = self.model_runner.kv_cache_config.num_blocks
             self.model_runner._dummy_run(64)
             # What a warm-up leaves in the blocks must not survive into serving.
             for view in self.model_runner.kv_caches:

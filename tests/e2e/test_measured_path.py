@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from checkpoint import ensure_checkpoint
+from engines import EngineSpec, free_ports
 
 pytestmark = pytest.mark.e2e
 
@@ -25,15 +25,11 @@ NIXL = {
 
 def start(tmp_path: Path, plugin: bool = True, **options: Any) -> dict[str, Any]:
     options = {"model": str(ensure_checkpoint()), "plugin": plugin, **options}
+    spec = EngineSpec(ensure_checkpoint(), plugins=("kvpad",) if plugin else ())
+    side_channel = free_ports(1)
     environment = {
-        **{k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},
-        "VLLM_PLUGINS": "kvpad" if plugin else "",
+        **spec.environment(side_channel),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
     }
     done = subprocess.run(
         [sys.executable, str(PROGRAM), json.dumps(options)],
@@ -41,7 +37,7 @@ def start(tmp_path: Path, plugin: bool = True, **options: Any) -> dict[str, Any]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=240,
+        timeout=480,
         cwd=tmp_path,
     )
     lines = done.stdout.splitlines()

@@ -46,6 +46,14 @@ def test_memory_taken_by_others_since_start_is_not_given_out() -> None:
     assert crowded.kv_cache_bytes <= 32 * GIB + 5 * GIB
 
 
+def test_memory_that_others_free_during_warm_up_is_not_taken() -> None:
+    freed = replace(
+        H200_AT_5_PERCENT, free_bytes=138 * GIB, least_resident_bytes=2 * GIB
+    )
+    assert freed.resident_bytes == 2 * GIB
+    assert freed.kv_cache_bytes == H200_AT_5_PERCENT.kv_cache_bytes
+
+
 def test_share_of_other_processes_is_set_aside() -> None:
     shared = replace(H200_AT_5_PERCENT, reserved_bytes=GIB)
     assert shared.kv_cache_bytes == H200_AT_5_PERCENT.kv_cache_bytes - GIB
@@ -72,6 +80,7 @@ def test_never_more_than_budget_or_device_hold(
         margin_bytes=margin,
     )
     left = memory.kv_cache_bytes
+    assert memory.resident_bytes >= 0
     assert memory.resident_bytes + left + peak <= budget
     assert left + peak + margin <= free + committed
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,12 @@ def kv_cache_planner(runner: Any) -> Callable[[int], KVCacheConfig]:
     spec = runner.get_kv_cache_spec()
     if importlib.util.find_spec("vllm.v1.core.kv_cache_config_builder") is not None:
         from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
-        from vllm.v1.core.kv_cache_planning import get_kv_cache_groups_from_builder
+        from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups
 
         builder = get_kv_cache_config_builder(vllm_config)
-        groups = get_kv_cache_groups_from_builder(builder, vllm_config, spec)
+        # The engine core's own function: it also marks draft groups and retained
+        # tokens, without which its plan would never equal this one.
+        groups = get_global_kv_cache_groups(vllm_config, [spec])
         return functools.partial(_plan_with_builder, builder, vllm_config, groups)
 
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
@@ -129,17 +132,60 @@ def drop_kv_cache(runner: Any) -> None:
     """
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.v1.worker.workspace import unlock_workspace
 
+    # The end of warm-up froze the heap, graphs in reference cycles included, and
+    # locked the workspace that a second warm-up may have to grow.
+    gc.unfreeze()
+    unlock_workspace()
     CUDAGraphWrapper.clear_all_graphs()
     BreakableCUDAGraphWrapper.clear_all_graphs()
     if runner.vllm_config.use_v2_model_runner:
-        from vllm.v1.worker.gpu.cudagraph_utils import _teardown_profiling_state
-
-        _teardown_profiling_state(runner)
+        _drop_v2(runner)
     else:
-        runner.cudagraph_dispatcher.keys_initialized = False
-        runner.maybe_remove_all_loras(runner.lora_config)
-        runner._cleanup_profiling_kv_cache()
+        _drop_v1(runner)
+    _use_a_fresh_graph_pool()
+
+
+def _drop_v2(runner: Any) -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import (
+        CudaGraphManager,
+        _teardown_profiling_state,
+    )
+
+    if runner.speculator is not None:
+        for name, value in list(vars(runner.speculator).items()):
+            if isinstance(value, CudaGraphManager):
+                setattr(runner.speculator, name, None)
+    _teardown_profiling_state(runner)
+
+
+def _drop_v1(runner: Any) -> None:
+    for keys in runner.cudagraph_dispatcher.cudagraph_keys.values():
+        keys.clear()
+    runner.cudagraph_dispatcher.keys_initialized = False
+    runner.encoder_cudagraph_manager = None
+    runner.maybe_remove_all_loras(runner.lora_config)
+    runner._cleanup_profiling_kv_cache()
+
+
+def _use_a_fresh_graph_pool() -> None:
+    """Have graphs captured from now on into a pool that none was discarded from.
+
+    PyTorch can refuse to capture into a pool whose graphs are gone (vLLM profiles
+    into a throw-away pool for that reason).
+    """
+    from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.platforms import current_platform
+
+    type(current_platform)._global_graph_pool = None
+    pool = current_platform.get_global_graph_pool()
+    for wrapper in (
+        *CUDAGraphWrapper._all_instances,
+        *BreakableCUDAGraphWrapper._all_instances,
+    ):
+        wrapper.graph_pool = pool
 
 
 def release_cached_memory() -> None:

@@ -106,16 +106,16 @@ class SuppliedKVCache:
         """Bytes the KV cache may take on this worker, measured after warm-up."""
         if _size_is_given(worker):
             return stock()
+        plan: _Plan | None = None
         try:
             plan = self._reserve_capacity(worker)
-        except StepAside as error:
-            plan, reason = None, error
-        else:
-            reason = StepAside("another rank of this engine cannot measure")
+        except StepAside as reason:
+            self._step_aside(worker, reason)
+        except _NotMeasured as reason:
+            logger.info("kvpad: the size is vLLM's own estimate: %s", reason)
         # Warm-up is full of collectives: every rank measures, or none does.
         if not _on_every_rank(plan is not None):
             self.close()
-            self._step_aside(worker, reason)
             return stock()
         assert plan is not None
         token = graphs_are_captured_before_sizing.set(True)
@@ -123,10 +123,11 @@ class SuppliedKVCache:
             without_graphs = stock()
         finally:
             graphs_are_captured_before_sizing.reset(token)
-        # VLLM_ENABLE_STARTUP_PLAN may have given this rank its size meanwhile.
+        # VLLM_ENABLE_STARTUP_PLAN may have given some ranks a size meanwhile. The
+        # engine core takes the least of all, and a plan's size knows about graphs.
         if not _on_every_rank(not _size_is_given(worker)):
             self.close()
-            return without_graphs if _size_is_given(worker) else stock()
+            return without_graphs
         return self._measure(worker, plan, without_graphs)
 
     def initialize_from_config(
@@ -156,6 +157,8 @@ class SuppliedKVCache:
         """Return the times of the warm-up that already ran, or run stock's."""
         if not self._adopted:
             return stock()
+        # Once: whoever asks again has a reason to warm up again.
+        self._adopted = False
         assert self._warm_start is not None
         from vllm.utils.torch_utils import set_random_seed
 
@@ -298,24 +301,17 @@ class SuppliedKVCache:
         """Reserve addresses for all that this worker could ever hold.
 
         Raises:
-            StepAside: This worker cannot warm up over such a reservation.
+            StepAside: kvpad cannot supply this worker's cache.
+            _NotMeasured: It can, but only at a size that is known beforehand.
         """
         from vllm.platforms import current_platform
 
         runner = worker.model_runner
-        if not runner.get_kv_cache_spec():
-            raise StepAside("this worker has no layers with a KV cache")
-        if worker.cache_config.use_replayssm:
-            raise StepAside("ReplaySSM sizes its state when the cache is bound")
         if current_platform.is_integrated_gpu(worker.device.index):
             raise StepAside("the GPU shares its memory with the host")
         driver = self._driver(worker)
         layout = self._layout(worker)
-        if layout.name == "LHBNC":
-            raise StepAside(
-                "layout LHBNC spreads a block over head groups whose distance "
-                "depends on the block count"
-            )
+        _refuse_to_measure(worker, layout)
         plan = model_runners.kv_cache_planner(runner)
         try:
             one_block = plan(1)
@@ -346,6 +342,7 @@ class SuppliedKVCache:
         bytes_per_block = planned.kv_cache_tensors[0].size // planned.num_blocks
         # Multimodal front ends: stock subtracts their share from what it returns.
         reserved = int(worker.available_kv_cache_memory_bytes) - without_graphs
+        resident_after_profile = worker.init_snapshot.free_memory - driver.free_memory()
         warm_blocks = _min_across_ranks(
             warm_up_blocks(
                 affordable_blocks=max(without_graphs // bytes_per_block, 0),
@@ -372,9 +369,11 @@ class SuppliedKVCache:
         try:
             with self._supplying(), set_current_vllm_config(worker.vllm_config):
                 worker.initialize_from_config(plan.placed)
-            # The views span the capacity, the memory behind them does not.
+            # The views span the capacity, the memory behind them does not: warm-up
+            # takes the blocks it addresses from here. cache_config.num_gpu_blocks
+            # stays at capacity, for FlexAttention sizes its masks and its persistent
+            # buffers by it, which must fit the views now and the final count later.
             runner.kv_cache_config.num_blocks = warm_blocks
-            worker.cache_config.num_gpu_blocks = warm_blocks
             times = worker.compile_or_warm_up_model()
         finally:
             self._is_warming_up = False
@@ -387,6 +386,7 @@ class SuppliedKVCache:
             budget_bytes=int(worker.requested_memory),
             initial_free_bytes=worker.init_snapshot.free_memory,
             free_bytes=driver.free_memory(),
+            least_resident_bytes=resident_after_profile,
             committed_bytes=cache.physical_bytes,
             transient_peak_bytes=peak,
             reserved_bytes=reserved,
@@ -395,7 +395,8 @@ class SuppliedKVCache:
         blocks = cache.blocks_within(memory.kv_cache_bytes)
         worker.available_kv_cache_memory_bytes = blocks * bytes_per_block
         if blocks:
-            maybe_save_startup_plan(worker, blocks * bytes_per_block)
+            # Stock subtracts the front ends' share again where a plan is applied.
+            maybe_save_startup_plan(worker, blocks * bytes_per_block + reserved)
         self._warm_start = _WarmStart(
             plan=plan,
             max_model_len=worker.model_config.max_model_len,
@@ -499,6 +500,40 @@ class SuppliedKVCache:
             ),
         }
         logger.info("kvpad: KV cache supplied: %s", json.dumps(facts))
+
+
+class _NotMeasured(Exception):
+    """The cache is kvpad's, but its size must be known before warm-up."""
+
+
+def _refuse_to_measure(worker: Any, layout: KVCacheLayout) -> None:
+    """Refuse where a warm-up before the final size would not be right.
+
+    Raises:
+        _NotMeasured: The message says why.
+    """
+    from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
+
+    specs = worker.model_runner.get_kv_cache_spec()
+    if not specs:
+        raise _NotMeasured("this worker has no layers with a KV cache")
+    if layout.name == "LHBNC":
+        raise _NotMeasured(
+            "in layout LHBNC the distance of the heads depends on the block count"
+        )
+    if worker.parallel_config.pipeline_parallel_size > 1:
+        raise _NotMeasured(
+            "pipeline stages plan from the layers of the whole model, which one "
+            "worker does not know before the engine does"
+        )
+    if worker.model_config.original_max_model_len == -1:
+        raise _NotMeasured("an automatic max_model_len follows from the size")
+    if worker.cache_config.use_replayssm:
+        raise _NotMeasured("ReplaySSM sizes its state when the cache is bound")
+    if any(isinstance(spec, SinkFullAttentionSpec) for spec in specs.values()):
+        # v1 StaticSinkAttention writes its sinks into the cache at the first forward
+        # pass and never again; a commit that remaps would discard them.
+        raise _NotMeasured("attention sinks are written into the cache in warm-up")
 
 
 def _size_is_given(worker: Any) -> bool:

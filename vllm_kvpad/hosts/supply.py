@@ -7,6 +7,7 @@ How a worker then starts up is told in :mod:`vllm_kvpad.hosts.supplied_cache`.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,6 @@ def step_aside_where_unsupported(
     Raises:
         StepAside: The message names the feature.
     """
-    from vllm import envs
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -80,8 +80,10 @@ def step_aside_where_unsupported(
         raise StepAside("; ".join(reasons))
     if vllm_config.attention_config.hisparse_config is not None:
         raise StepAside("HiSparse places parts of the cache in host memory")
-    if envs.VLLM_ELASTIC_EP_SCALE_UP_LAUNCH:
-        raise StepAside("elastic expert-parallel scale-up takes its size from peers")
+    if vllm_config.parallel_config.enable_elastic_ep:
+        raise StepAside(
+            "elastic expert parallelism sizes and warms up in its own order"
+        )
     if vllm_config.aux_output_config.enabled:
         raise StepAside(
             "the auxiliary output connector is set up before the final size"
@@ -100,7 +102,8 @@ def step_aside_where_unsupported(
 def _unregisters_before_sleep(worker_class: Any) -> bool:
     # 0.32.0 puts the cache to sleep while it is registered (vLLM issue 41237);
     # since 0.33.0 Worker.sleep calls the connector's unregister_kv_caches first.
-    return "unregister_kv_caches" in worker_class.sleep.__code__.co_names
+    sleep = inspect.unwrap(worker_class.sleep)
+    return "unregister_kv_caches" in sleep.__code__.co_names
 
 
 def patch_sets_for(*, v2_runner: bool) -> tuple[PatchSet, PatchSet]:
