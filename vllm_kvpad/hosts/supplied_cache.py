@@ -304,6 +304,7 @@ class SuppliedKVCache:
             StepAside: kvpad cannot supply this worker's cache.
             _NotMeasured: It can, but only at a size that is known beforehand.
         """
+        from vllm.config import set_current_vllm_config
         from vllm.platforms import current_platform
 
         runner = worker.model_runner
@@ -312,19 +313,22 @@ class SuppliedKVCache:
         driver = self._driver(worker)
         layout = self._layout(worker)
         _refuse_to_measure(worker, layout)
-        plan = model_runners.kv_cache_planner(runner)
         try:
-            one_block = plan(1)
-            alignment = block_alignment(
-                kv_cache_segments(one_block, layout), driver.granularity
-            )
-            planned = plan(
-                capacity_blocks(
-                    worker.requested_memory - runner.model_memory_usage,
-                    one_block.kv_cache_tensors[0].size,
-                    alignment,
+            # Planning consults the registry of spec types, which third parties fill
+            # by vLLM's current configuration.
+            with set_current_vllm_config(worker.vllm_config):
+                plan = model_runners.kv_cache_planner(runner)
+                one_block = plan(1)
+                alignment = block_alignment(
+                    kv_cache_segments(one_block, layout), driver.granularity
                 )
-            )
+                planned = plan(
+                    capacity_blocks(
+                        worker.requested_memory - runner.model_memory_usage,
+                        one_block.kv_cache_tensors[0].size,
+                        alignment,
+                    )
+                )
             placed = self._placed(planned, layout, driver)
             self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
         except ValueError as error:
