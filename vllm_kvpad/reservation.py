@@ -186,10 +186,10 @@ class Reservation:
         with ExitStack() as undo:
             for start, end in plan:
                 self._memory.add_chunk(start, end, undo)
-            if not self._driver.fresh_memory_is_zero:
-                # Nothing may be unmapped while it is still being written.
-                undo.callback(self._driver.synchronize)
-                for start, end in plan:
+                if not self._driver.fresh_memory_is_zero:
+                    # Runs while the next chunk is mapped. Nothing may be unmapped
+                    # while it is still being written.
+                    undo.callback(self._driver.synchronize)
                     self._driver.zero(self.address + start, end - start)
             self._driver.synchronize()
             undo.pop_all()

@@ -86,7 +86,7 @@ class EngineProcess:
         self._process.start()
         theirs.close()
 
-    def receive(self, timeout: float = 120) -> Any:
+    def receive(self, timeout: float = 240) -> Any:
         """Return the next object the child sends.
 
         Raises:
@@ -116,7 +116,7 @@ class EngineProcess:
     def send(self, value: Any) -> None:
         self.conversation.send(value)
 
-    def result(self, timeout: float = 120) -> Any:
+    def result(self, timeout: float = 240) -> Any:
         """Return what the function returned, once the child is gone."""
         value = self.receive(timeout)
         self._process.join(60)
@@ -135,7 +135,7 @@ class EngineProcess:
         return "\n".join(lines[-60:])
 
 
-def run(function: Callable[..., Any], *, timeout: float = 120, **options: Any) -> Any:
+def run(function: Callable[..., Any], *, timeout: float = 240, **options: Any) -> Any:
     """Run ``function`` in an :class:`EngineProcess` and return its result."""
     return EngineProcess(function, **options).result(timeout)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -369,8 +369,52 @@ def record_transfers() -> dict[str, int]:
     return counts
 
 
-def commit_times(conversation: Conversation, gib: int, layers: int) -> dict[str, Any]:
-    """Seconds of a zeroed defragmenting commit and of ``torch.zeros``, same bytes."""
+def commit_times(conversation: Conversation, gib: int, layers: int) -> dict[str, float]:
+    """Seconds of a zeroed defragmenting commit and of its driver calls, once."""
+    import torch
+
+    from vllm_kvpad.kv_cache import ExtensibleKVCache
+    from vllm_kvpad.placement import pad_kv_cache_segments
+    from vllm_kvpad.vmm import get_driver
+
+    device = torch.device("cuda:0")
+    torch.zeros(1, device=device)
+    driver = get_driver(device)
+    config, layout = equal_layers(gib, layers)
+    padded = pad_kv_cache_segments(config, layout, driver.granularity)
+    cache = ExtensibleKVCache(padded, layout, device, driver)
+    cache.commit(1)
+    driver.synchronize()
+    calls = time_driver_calls(driver)
+    started = time.perf_counter()
+    cache.commit(config.num_blocks, defragment=True)
+    seconds = {"commit": time.perf_counter() - started, **calls()}
+    assert all(cache.segments_backed_by_one_chunk())
+    started = time.perf_counter()
+    cache.free()
+    seconds["free"] = time.perf_counter() - started
+    return seconds
+
+
+def zeros_times(conversation: Conversation, gib: int, layers: int) -> dict[str, float]:
+    """Seconds of ``torch.zeros`` for the bytes of :func:`commit_times`, once."""
+    import torch
+
+    torch.zeros(1, device="cuda:0")
+    config, _ = equal_layers(gib, layers)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    buffer = torch.zeros(
+        config.kv_cache_tensors[0].size, dtype=torch.int8, device="cuda:0"
+    )
+    torch.cuda.synchronize()
+    seconds = {"torch.zeros": time.perf_counter() - started}
+    del buffer
+    return seconds
+
+
+def equal_layers(gib: int, layers: int) -> tuple[Any, Any]:
+    """A configuration of ``layers`` equal layers that takes about ``gib`` GiB."""
     import torch
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -380,12 +424,6 @@ def commit_times(conversation: Conversation, gib: int, layers: int) -> dict[str,
     )
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-    from vllm_kvpad.kv_cache import ExtensibleKVCache
-    from vllm_kvpad.placement import pad_kv_cache_segments
-    from vllm_kvpad.vmm import get_driver
-
-    device = torch.device("cuda:0")
-    torch.zeros(1, device=device)
     spec = FullAttentionSpec(
         block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
     )
@@ -399,40 +437,41 @@ def commit_times(conversation: Conversation, gib: int, layers: int) -> dict[str,
         block_stride=page,
     )
     config = KVCacheConfig(blocks, [tensor], [KVCacheGroupSpec(names, spec)])
-    layout = KVCacheLayout.LBNHC
-    padded = pad_kv_cache_segments(config, layout, get_driver(device).granularity)
-    seconds: dict[str, list[float]] = {"commit": [], "torch.zeros": [], "free": []}
-
-    def timed(name: str, action: Any) -> Any:
-        torch.cuda.synchronize()
-        # The driver scrubs memory that was just given back; let it finish first.
-        time.sleep(0.5)
-        started = time.perf_counter()
-        result = action()
-        torch.cuda.synchronize()
-        seconds.setdefault(name, []).append(time.perf_counter() - started)
-        return result
-
-    for _ in range(5):
-        cache = ExtensibleKVCache(padded, layout, device)
-        cache.commit(1)
-        calls = time_driver_calls(cache.driver, seconds)
-        timed("commit", functools.partial(cache.commit, blocks, defragment=True))
-        calls()
-        assert all(cache.segments_backed_by_one_chunk())
-        timed("free", cache.free)
-        buffer = timed(
-            "torch.zeros",
-            lambda: torch.zeros(
-                page * layers * blocks, dtype=torch.int8, device=device
-            ),
-        )
-        del buffer
-        torch.cuda.empty_cache()
-    return seconds
+    return config, KVCacheLayout.LBNHC
 
 
-def time_driver_calls(driver: Any, seconds: dict[str, list[float]]) -> Any:
+def start_while_memory_is_taken(
+    conversation: Conversation, **options: Any
+) -> str | None:
+    """Start; pause between measuring and committing. The error, if it fails."""
+    from vllm_kvpad.hosts.supplied_cache import SuppliedKVCache
+
+    adopt = SuppliedKVCache._adopt
+
+    def pause_then_adopt(*args: Any) -> None:
+        conversation.send("measured")
+        conversation.recv()
+        adopt(*args)
+
+    SuppliedKVCache._adopt = pause_then_adopt  # type: ignore[method-assign]
+    try:
+        build_engine(**options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def take_all_but(conversation: Conversation, num_bytes: int) -> None:
+    """Hold all free device memory but ``num_bytes`` until told to let go."""
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    hoard = torch.empty(free - num_bytes, dtype=torch.int8, device="cuda:0")
+    conversation.send(hoard.numel())
+    conversation.recv()
+
+
+def time_driver_calls(driver: Any) -> Callable[[], dict[str, float]]:
     """Time each kind of driver call until the function returned is called."""
     names = ("create", "map", "set_access", "unmap", "release", "zero", "synchronize")
     totals = dict.fromkeys(names, 0.0)
@@ -450,9 +489,9 @@ def time_driver_calls(driver: Any, seconds: dict[str, list[float]]) -> Any:
     for name in names:
         setattr(driver, name, timing(name, getattr(driver, name)))
 
-    def stop() -> None:
+    def stop() -> dict[str, float]:
         for name in names:
             delattr(driver, name)
-            seconds.setdefault(f"of which {name}", []).append(totals[name])
+        return {f"of which {name}": total for name, total in totals.items()}
 
     return stop

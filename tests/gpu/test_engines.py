@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from jobs import (
     start_and_answer,
     start_and_fail_or_answer,
     start_stop_cycles,
+    start_while_memory_is_taken,
+    take_all_but,
     token_prompts,
     transfer_peer,
     write_geometry,
+    zeros_times,
 )
 
 MIB = 1 << 20
@@ -338,6 +342,8 @@ def test_ten_starts_and_stops_leave_no_memory_behind(
 ) -> None:
     cycles = run(
         start_stop_cycles,
+        start_while_memory_is_taken,
+        take_all_but,
         plugin=True,
         log=log("kvpad"),
         timeout=300,
@@ -383,10 +389,56 @@ def test_decoding_is_as_fast_as_stock(
 
 
 def test_commit_of_80_gib_beats_torch_zeros(log: Log, figure: Figure) -> None:
-    seconds = run(commit_times, plugin=False, log=log("commit"), gib=80, layers=80)
-    median = {name: statistics.median(each) for name, each in seconds.items()}
-    figure(milliseconds={name: round(s * 1e3, 1) for name, s in median.items()})
-    assert median["commit"] < median["torch.zeros"]
+    """Each time in a fresh process, after a rest: the driver goes on reclaiming what
+    was freed last, and whoever allocates next waits for it."""
+    seconds: dict[str, list[float]] = {}
+    for _ in range(5):
+        for job in (commit_times, zeros_times):
+            time.sleep(1)
+            times = run(job, plugin=False, log=log("commit"), gib=80, layers=80)
+            for name, value in times.items():
+                seconds.setdefault(name, []).append(value)
+    figure(
+        milliseconds={
+            name: [round(value * 1e3, 1) for value in sorted(each)]
+            for name, each in seconds.items()
+        }
+    )
+    assert statistics.median(seconds["commit"]) < statistics.median(
+        seconds["torch.zeros"]
+    )
+
+
+@pytest.mark.parametrize("runner", [V2, V1], ids=["v2", "v1"])
+def test_memory_taken_after_measuring_is_an_error_that_says_so(
+    runner: dict[str, str], model_135m: str, log: Log, figure: Figure
+) -> None:
+    engine = EngineProcess(
+        start_while_memory_is_taken,
+        plugin=True,
+        log=log("kvpad"),
+        environment=runner,
+        model=model_135m,
+        gpu_memory_utilization=0.05,
+        enforce_eager=True,
+    )
+    other = None
+    try:
+        assert engine.receive() == "measured"
+        other = EngineProcess(
+            take_all_but, plugin=False, log=log("other"), num_bytes=512 * MIB
+        )
+        other.receive()
+        engine.send("go on")
+        error = engine.result()
+    finally:
+        engine.stop()
+        if other is not None:
+            other.stop()
+    figure(error=error)
+    assert error is not None
+    for part in ("KV cache", "blocks", "free", "gpu_memory_utilization"):
+        assert part in error
 
 
 def test_utilisation_of_98_percent_with_graphs_starts(

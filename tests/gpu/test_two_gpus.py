@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,13 @@ from engine_process import Conversation
 from jobs import build_engine, greedy, token_prompts
 from test_engines import in_turn
 
-# Worker processes look their facts up themselves; functions travel to them.
-_ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+# Worker processes look their facts up themselves; functions travel to them, by name
+# where Ray starts the worker.
+_ENVIRONMENT = {
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
 def _rank_facts(worker: Any) -> dict[str, Any]:

@@ -38,7 +38,13 @@ from vllm_kvpad.placement import (
     rounded_blocks,
 )
 from vllm_kvpad.sizing import MeasuredMemory, capacity_blocks, warm_up_blocks
-from vllm_kvpad.vmm import HostVmmDriver, VmmUnsupportedError, get_driver
+from vllm_kvpad.vmm import (
+    HostVmmDriver,
+    VmmOutOfMemoryError,
+    VmmUnsupportedError,
+    get_driver,
+)
+from vllm_kvpad.vmm.base import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -289,9 +295,7 @@ class SuppliedKVCache:
                 worker, StepAside(f"the KV cache cannot be placed: {error}")
             )
             return stock(kv_cache_config)
-        self.cache.commit(
-            placed.num_blocks, defragment=self.capabilities.registers_device_memory
-        )
+        self._commit(placed.num_blocks)
         with self._supplying():
             stock(placed)
         self._log_supplied(layout, kv_cache_config, placed)
@@ -449,12 +453,7 @@ class SuppliedKVCache:
         warm: _WarmStart,
         final: KVCacheConfig,
     ) -> None:
-        assert self.cache is not None
-        self.cache.commit(
-            final.num_blocks,
-            defragment=self.capabilities.registers_device_memory,
-            shrink=True,
-        )
+        self._commit(final.num_blocks)
         placed = dataclasses.replace(
             final, kv_cache_tensors=warm.plan.placed.kv_cache_tensors
         )
@@ -468,6 +467,33 @@ class SuppliedKVCache:
         self._log_supplied(
             self._layout(worker, final), warm.plan.planned, warm.plan.placed
         )
+
+    def _commit(self, num_blocks: int) -> None:
+        """Back exactly ``num_blocks`` blocks, as the engine core has planned.
+
+        Raises:
+            VmmOutOfMemoryError: The message says what was wanted, what is free and
+                what to change. The count cannot be lowered here: the scheduler
+                already hands out these blocks.
+        """
+        cache = self.cache
+        assert cache is not None
+        try:
+            cache.commit(
+                num_blocks,
+                defragment=self.capabilities.registers_device_memory,
+                shrink=True,
+            )
+        except VmmOutOfMemoryError as error:
+            wanted = format_bytes(cache.physical_bytes_for(num_blocks))
+            free = format_bytes(cache.driver.free_memory())
+            raise VmmOutOfMemoryError(
+                f"the KV cache's {num_blocks} blocks take {wanted}, but {free} are "
+                "free. If another process has taken memory since this one measured "
+                "it, stop that process or start this one again; to leave more for "
+                "others, lower gpu_memory_utilization (or kv_cache_memory_bytes, "
+                f"num_gpu_blocks_override if the size is given). Cause: {error}"
+            ) from error
 
     def _drop_warm_start(self, worker: Any) -> None:
         logger.info(
