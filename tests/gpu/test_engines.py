@@ -67,12 +67,28 @@ def granules_in_blocks(facts: dict[str, Any], granule: int = 2 * MIB) -> float:
 def test_start_is_faster_with_more_blocks_and_no_more_memory(
     model_360m: str, log: Log, figure: Figure
 ) -> None:
-    """Graphs on, utilisation 0.05, caches warm, three pairs in turn."""
+    """Graphs on, utilisation 0.05, caches warm, three pairs in turn.
+
+    Stock is kvpad switched off: ``VLLM_PLUGINS`` is part of the key of vLLM's compile
+    cache, and both sides are to use one.
+    """
     options = dummy(model_360m, gpu_memory_utilization=0.05)
-    in_turn(start_and_answer, log, **options)  # fill compile and kernel caches
+
+    def start(name: str, **environment: str) -> dict[str, Any]:
+        facts: dict[str, Any] = run(
+            start_and_answer,
+            plugin=True,
+            log=log(name),
+            environment=environment,
+            **options,
+        )
+        assert facts["kvpad"] == (name == "kvpad")
+        return facts
+
+    start("kvpad")  # fill compile and kernel caches
     pairs: list[tuple[Any, Any]] = []
     for _ in range(PAIRS):
-        pairs.append(in_turn(start_and_answer, log, **options))
+        pairs.append((start("stock", VLLM_KVPAD_DISABLE="1"), start("kvpad")))
         figure(init_seconds_so_far=[[each["seconds"] for each in p] for p in pairs])
     stock, kvpad = zip(*pairs, strict=True)
     seconds = [k["seconds"] / s["seconds"] for s, k in pairs]
@@ -334,7 +350,7 @@ def test_high_utilisation_leaves_as_much_free_as_stock(
         blocks=[stock["blocks"], kvpad["blocks"]],
     )
     assert kvpad["answers"] == stock["answers"]
-    assert kvpad["total"] - kvpad["used_under_load"] >= 0.1 * kvpad["total"] - 16 * MIB
+    assert free[1] >= free[0]
 
 
 def test_ten_starts_and_stops_leave_no_memory_behind(
@@ -342,8 +358,6 @@ def test_ten_starts_and_stops_leave_no_memory_behind(
 ) -> None:
     cycles = run(
         start_stop_cycles,
-        start_while_memory_is_taken,
-        take_all_but,
         plugin=True,
         log=log("kvpad"),
         timeout=300,

@@ -26,7 +26,7 @@ _ENVIRONMENT = {
 def _rank_facts(worker: Any) -> dict[str, Any]:
     from vllm_kvpad.hosts.supply import supply_of
 
-    supply = supply_of(worker)
+    supply = supply_of(getattr(worker, "worker", worker))  # unwrapped
     cache = supply.cache if supply is not None else None
     return {
         "rank": worker.rank,
@@ -44,6 +44,9 @@ def answer_on_two_gpus(
         tensor_parallel_size=2,
         distributed_executor_backend=executor,
         gpu_memory_utilization=0.05,
+        # Ray differs in how workers are started and told what to do; without graphs
+        # they are there sooner.
+        enforce_eager=executor == "ray",
     )
     facts = engine.collective_rpc(_rank_facts)
     answers = greedy(engine, token_prompts(16))
