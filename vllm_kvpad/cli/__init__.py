@@ -11,14 +11,14 @@ command could not answer, with one line on stderr that says what to do.
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from typing import Annotated
 
 import typer
 
 from vllm_kvpad import __version__
+from vllm_kvpad.cli import output
+from vllm_kvpad.cli.connectors import connectors
 from vllm_kvpad.cli.plan import plan
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(connectors)
 app.command()(plan)
 
 # Whether typer brings click along or takes the installed one depends on its version;
@@ -43,12 +44,7 @@ def _root(
     if version:
         typer.echo(f"vllm-kvpad {__version__}")
         raise typer.Exit
-    # vLLM logs to stdout, which belongs to the answer; what goes wrong in it is
-    # reported by the commands.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    # What it logs before it has read these would go to stderr unformatted.
-    logging.getLogger("vllm").addHandler(logging.NullHandler())
+    output.keep_logs_out_of_the_way()
 
 
 app.callback()(_root)

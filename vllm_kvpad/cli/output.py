@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,40 @@ def fail(message: str) -> NoReturn:
     """End with status 2 and one line on stderr."""
     typer.echo(f"vllm-kvpad: {' '.join(message.split())}", err=True)
     raise typer.Exit(2)
+
+
+def keep_logs_out_of_the_way() -> None:
+    """Show kvpad's own warnings, each on one line of stderr, and no other log.
+
+    vLLM logs to stdout, which belongs to the answer, and what goes wrong in it is
+    reported by the commands. ``VLLM_CONFIGURE_LOGGING=1`` brings its log back.
+    """
+    # With a file it insists on configuring logging, and would not import.
+    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
+        os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    root = logging.getLogger()
+    if not any(isinstance(handler, _OneLineOfStderr) for handler in root.handlers):
+        # Any handler also keeps imported modules from configuring the root logger
+        # (vLLM's hf3fs connector does).
+        root.addHandler(_OneLineOfStderr(logging.WARNING))
+
+
+class _OneLineOfStderr(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.addFilter(logging.Filter("vllm.kvpad"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text += f": {describe(record.exc_info[1])}"
+        typer.echo(f"vllm-kvpad: {' '.join(text.split())}", err=True)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line: its type and its text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -67,12 +67,12 @@ def _layout(text: str) -> str:
 
 
 def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
+    counts = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
     if min(counts) <= 0:
-        raise typer.BadParameter(f"{text!r} is not a positive number, or one a layer.")
+        raise GeometryError(
+            f"--kv-heads {text}: expected a positive number, or one for each layer as "
+            "8,8,4"
+        )
     return counts
 
 
@@ -92,9 +92,8 @@ def plan(
         typer.Option(min=1, help="Without a config.json: full-attention layers."),
     ] = None,
     kv_heads: Annotated[
-        list[int] | None,
+        str | None,
         typer.Option(
-            parser=_counts,
             metavar="N[,N...]",
             help="Without a config.json: KV heads before tensor parallelism, one "
             "number for all layers or one for each.",
@@ -166,7 +165,7 @@ def plan(
 def _layers(
     model: Path | None,
     layers: int | None,
-    kv_heads: list[int] | None,
+    kv_heads: str | None,
     head_dim: int | None,
     tp: int,
     kv_cache_dtype: str,
@@ -196,7 +195,7 @@ def _layers(
         )
     found = uniform_layers(
         layers,
-        kv_heads,
+        _counts(kv_heads),
         head_dim,
         tensor_parallel=tp,
         kv_cache_dtype=kv_cache_dtype,

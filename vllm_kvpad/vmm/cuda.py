@@ -58,6 +58,16 @@ class CudaVmmDriver(VmmDriver):
         return self._device.description
 
     @property
+    def is_rdma_capable(self) -> bool:
+        """Whether chunks can be registered with a NIC (GPUDirect RDMA)."""
+        return bool(self._device.properties.allocFlags.gpuDirectRDMACapable)
+
+    @property
+    def handle_type(self) -> str:
+        """How chunks can be exported: FABRIC, POSIX_FILE_DESCRIPTOR or NONE."""
+        return self._device.handle_type
+
+    @property
     def fresh_memory_is_zero(self) -> bool:
         # CUDA documents no contents for cuMemCreate.
         return False
@@ -180,14 +190,17 @@ class _Device:
     granularity: int = 0
 
     @property
+    def handle_type(self) -> str:
+        kind: str = self.properties.requestedHandleTypes.name
+        return kind.removeprefix("CU_MEM_HANDLE_TYPE_")
+
+    @property
     def description(self) -> str:
-        kind = self.properties.requestedHandleTypes.name
-        handles = kind.removeprefix("CU_MEM_HANDLE_TYPE_")
         rdma = "with" if self.properties.allocFlags.gpuDirectRDMACapable else "without"
         return (
             f"CUDA device {self.index} ({self.name}), granule "
             f"{format_bytes(self.granularity)}, {rdma} GPUDirect RDMA, "
-            f"exportable handles: {handles}"
+            f"exportable handles: {self.handle_type}"
         )
 
     def create(self, size: int, properties: Any) -> int:
