@@ -19,6 +19,7 @@ import typer
 from vllm_kvpad import __version__
 from vllm_kvpad.cli import output
 from vllm_kvpad.cli.connectors import connectors
+from vllm_kvpad.cli.doctor import doctor
 from vllm_kvpad.cli.plan import plan
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command()(doctor)
 app.command()(connectors)
 app.command()(plan)
 
@@ -53,7 +55,7 @@ app.callback()(_root)
 def main() -> None:
     """The console script: as :data:`app`, with usage errors on one line."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(prog_name="vllm-kvpad", standalone_mode=False))
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "vllm-kvpad"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -19,10 +20,10 @@ WIDTH = 80
 
 def console() -> Console:
     """stdout; 80 columns and no colour where it is not a terminal."""
-    out = Console(highlight=False)
-    if not out.is_terminal:
-        out = Console(highlight=False, width=WIDTH, color_system=None)
-    return out
+    # Square brackets in what others wrote are text, not markup.
+    plain = functools.partial(Console, highlight=False, markup=False, emoji=False)
+    out = plain()
+    return out if out.is_terminal else plain(width=WIDTH, color_system=None)
 
 
 def table(*columns: str, numbers: bool = False) -> Table:
