@@ -17,10 +17,7 @@ from typing import Annotated
 import typer
 
 from vllm_kvpad import __version__
-from vllm_kvpad.cli import output
-from vllm_kvpad.cli.connectors import connectors
-from vllm_kvpad.cli.doctor import doctor
-from vllm_kvpad.cli.plan import plan
+from vllm_kvpad.cli import connectors, doctor, output, plan
 
 app = typer.Typer(
     help="What vllm-kvpad would do on this machine, before a server is started.",
@@ -29,23 +26,32 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(doctor)
-app.command()(connectors)
-app.command()(plan)
+app.command()(doctor.doctor)
+app.command()(connectors.connectors)
+app.command()(plan.plan)
 
 # Whether typer brings click along or takes the installed one depends on its version;
 # this base of a public name is the usage error of either.
 _UsageError = typer.BadParameter.__mro__[1]
 
 
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.")
-    ] = False,
-) -> None:
-    if version:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"vllm-kvpad {__version__}")
         raise typer.Exit
+
+
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,  # without a command
+            help="Print the version and exit.",
+        ),
+    ] = False,
+) -> None:
     output.keep_logs_out_of_the_way()
 
 
