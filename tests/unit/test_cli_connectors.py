@@ -235,6 +235,34 @@ def test_without_vllm_the_table_answers() -> None:
     assert "no vLLM here" in screen.stdout
 
 
+def test_what_stands_for_a_transfer_config_is_answered_as_the_real_one() -> None:
+    from vllm.config import KVTransferConfig
+
+    from vllm_kvpad.capabilities import resolve
+    from vllm_kvpad.cli.connectors import _Config
+
+    # Which device the buffer is on by default is the platform's, unknown without vLLM.
+    children = [
+        {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_both",
+            "kv_buffer_device": "cuda",
+        }
+    ]
+    for fields in (
+        {"kv_connector": "NixlConnector", "kv_buffer_device": "cuda"},
+        {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"},
+        {"kv_connector": "MooncakeStoreConnector"},
+        {"kv_connector": "LMCacheMPConnector"},
+        {
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": children},
+        },
+    ):
+        fields = {"kv_role": "kv_both", **fields}
+        assert resolve(_Config(**fields)) == resolve(KVTransferConfig(**fields))
+
+
 def test_a_broken_vllm_is_named_and_the_table_answers(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('torn apart')\n")

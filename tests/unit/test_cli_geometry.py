@@ -18,6 +18,8 @@ from vllm_kvpad.cli.geometry import (
     LAYOUTS,
     Geometry,
     GeometryError,
+    _layer_name,
+    _spec,
     footprint,
     load_config,
     read_layers,
@@ -94,7 +96,7 @@ def test_the_case_of_102_blocks() -> None:
     assert (found.blocks, found.rounded_blocks, found.padded_blocks) == (102, 0, 102)
     assert found.rounding_lost_bytes == 64 * MIB
     assert found.padding_lost_bytes == 64 * MIB - 102 * 640 * KIB
-    assert found.physical_bytes == 64 * MIB
+    assert found.physical_bytes == found.given_physical_bytes == 64 * MIB
     # each of 32 regions of 2040 KiB starts on a granule: 8 KiB more each
     assert found.address_padding_bytes == 32 * 8 * KIB
 
@@ -189,6 +191,45 @@ def test_layers_with_a_window_join_the_others_without_the_hybrid_manager() -> No
     assert found.bytes_per_block == 62 * 128 * KIB
 
 
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("SmolLM2-360M", "LBNHC"),
+        ("gemma-3-27b-it", "LBHNC"),
+        ("gpt-oss-120b", "BLHNC"),
+        ("DeepSeek-V3.2-Exp", "BLHNC"),
+        ("DeepSeek-V3.2-Exp", "LBHNC"),
+    ],
+)
+def test_what_stands_for_vllms_configuration_plans_as_the_real_one(
+    name: str, layout: str, hybrid: bool
+) -> None:
+    from vllm.config import CacheConfig, VllmConfig
+
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # vLLM 0.32
+        from vllm.v1.core import kv_cache_utils as planning
+
+    made = geometry(name, layout=layout, hybrid=hybrid)
+    real = VllmConfig(
+        cache_config=CacheConfig(block_size=16, num_gpu_blocks_override=77)
+    )
+    real.cache_config.kv_cache_layout = layout
+    real.scheduler_config.disable_hybrid_kv_cache_manager = not hybrid
+    specs = {
+        _layer_name(index, layer): _spec(layer, 16)
+        for index, layer in enumerate(made.layers)
+    }
+    groups = planning.get_kv_cache_groups(real, specs)
+    planned = planning.get_kv_cache_config_from_groups(real, groups, available_memory=0)
+    placed = made.place(77)
+    assert placed.config.kv_cache_tensors == planned.kv_cache_tensors
+    assert placed.config.kv_cache_groups == planned.kv_cache_groups
+    assert placed.config.num_blocks == planned.num_blocks == 77
+
+
 # --- what can be said of any geometry
 
 
@@ -207,6 +248,10 @@ def test_padding_never_holds_less_than_rounding_and_never_takes_more_than_given(
     found = footprint(Geometry(layers=layers, layout=layout), memory, granule)
     assert found.rounded_blocks <= found.padded_blocks <= found.blocks
     assert found.physical_bytes <= memory
+    assert found.physical_bytes <= found.given_physical_bytes
+    assert found.given_physical_bytes < (
+        found.blocks * found.bytes_per_block + found.num_segments * granule
+    )
     assert found.rounding_lost_bytes >= found.padding_lost_bytes >= 0
     # one granule a segment and one block
     assert found.padding_lost_bytes < (

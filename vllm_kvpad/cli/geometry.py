@@ -691,6 +691,8 @@ class Footprint:
         rounding_lost_bytes: Bytes of the budget that rounding leaves unused.
         padding_lost_bytes: Bytes of the budget that hold no block with padding.
         physical_bytes: Physical memory behind ``padded_blocks``.
+        given_physical_bytes: Physical memory behind all ``blocks``: what the cache
+            takes where its size is given and the number of blocks is kept.
         address_space_bytes: Addresses that the padded placement takes.
         address_padding_bytes: How many of them padding added.
     """
@@ -706,6 +708,7 @@ class Footprint:
     rounding_lost_bytes: int
     padding_lost_bytes: int
     physical_bytes: int
+    given_physical_bytes: int
     address_space_bytes: int
     address_padding_bytes: int
 
@@ -738,6 +741,7 @@ def footprint(
         rounding_lost_bytes=memory - left * per_block,
         padding_lost_bytes=memory - fit * per_block,
         physical_bytes=physical_bytes(segments, fit, granule),
+        given_physical_bytes=physical_bytes(segments, blocks, granule),
         address_space_bytes=allocation_bytes(padded.config),
         address_padding_bytes=padding_bytes(plain.config, padded.config),
     )

@@ -34,6 +34,7 @@ from vllm_kvpad.placement import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _SIZE: pydantic.TypeAdapter[pydantic.ByteSize] = pydantic.TypeAdapter(pydantic.ByteSize)
 
@@ -274,6 +275,11 @@ def _print(name: str, geometry: Geometry, tp: int, numbers: Footprint) -> None:
     ):
         compared.add_row(label, *values)
     out.print(compared)
+    out.print()
+    out.print(
+        "Where the size is given (--kv-cache-memory-bytes), kvpad keeps all "
+        f"{_blocks(numbers.blocks)}, in {_bytes(numbers.given_physical_bytes)}."
+    )
 
 
 def _blocks(count: int) -> str:
@@ -305,19 +311,32 @@ def _draw(path: Path, name: str, geometry: Geometry, numbers: Footprint) -> None
         )
     segments = kv_cache_segments(padded.config, padded.layout)
     before = kv_cache_segments(plain.config, plain.layout)
-    height = min(max(4.5, 2.5 + 0.11 * len(segments)), 12)
+    height = min(max(5.0, 3.0 + 0.11 * len(segments)), 12)
     figure = Figure(figsize=(15, height), layout="constrained")
     FigureCanvasAgg(figure)
     whole, ends, lost = figure.subplots(1, 3)
     _draw_address_space(whole, segments, numbers)
     _draw_ends(ends, segments, before, numbers)
     _draw_losses(lost, segments, numbers)
+    for axes in (whole, ends):
+        axes.yaxis.get_major_locator().set_params(integer=True)
+    _legend(figure)
     figure.suptitle(
         f"{name}: {numbers.padded_blocks:,} blocks of {numbers.bytes_per_block:,} "
         f"bytes in {_bytes(numbers.memory_bytes)}, layout {geometry.layout}, granule "
         f"{_bytes(numbers.granule_bytes)}"
     )
     figure.savefig(path, dpi=110)
+
+
+def _legend(figure: Figure) -> None:
+    """One for all panels, below them."""
+    known = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(known.values(), known, loc="outside lower center", ncols=len(known))
 
 
 _USED, _UNUSED, _EDGE = "#4c72b0", "#dd8452", "#222222"
@@ -352,7 +371,6 @@ def _draw_address_space(
         ylabel="segment",
         ylim=(len(segments) - 0.4, -0.6),
     )
-    _legend(axes)
 
 
 def _draw_ends(
@@ -390,7 +408,6 @@ def _draw_ends(
         xlim=(-whole * 0.03, whole * 1.03),
         ylim=(len(segments) - 0.4, -0.6),
     )
-    _legend(axes)
 
 
 def _draw_losses(axes: Axes, segments: list[Segment], numbers: Footprint) -> None:
@@ -412,13 +429,6 @@ def _draw_losses(axes: Axes, segments: list[Segment], numbers: Footprint) -> Non
         ylabel="MiB",
     )
     axes.set_ylim(bottom=0)
-    _legend(axes)
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(
-        loc="upper center", bbox_to_anchor=(0.5, -0.1), fontsize="small", ncols=3
-    )
 
 
 def losses(
