@@ -68,6 +68,12 @@ def test_the_wheel_installs_and_vllm_finds_the_plugin(
             if entry.group == "vllm.general_plugins" and entry.name == "kvpad"
         ]
         assert callable(plugin.load())
+        (command,) = [
+            entry for entry in metadata.distribution("vllm-kvpad").entry_points
+            if entry.group == "console_scripts"
+        ]
+        assert command.name == "vllm-kvpad"
+        assert callable(command.load())
     """
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
@@ -80,12 +86,13 @@ def test_the_wheel_installs_and_vllm_finds_the_plugin(
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("vllm_kvpad", ["vllm", "torch"]),
+        ("vllm_kvpad", ["vllm", "torch", "typer", "rich"]),
         ("vllm_kvpad.placement", ["vllm", "torch"]),
         ("vllm_kvpad.capabilities", ["vllm", "torch"]),
         ("vllm_kvpad.config", ["vllm", "torch"]),
         ("vllm_kvpad.patching", ["vllm", "torch"]),
-        ("vllm_kvpad.plugin", ["vllm", "torch"]),
+        ("vllm_kvpad.plugin", ["vllm", "torch", "typer", "rich"]),
+        ("vllm_kvpad.cli", ["vllm", "torch", "matplotlib"]),
         ("vllm_kvpad.vmm", ["vllm"]),
         ("vllm_kvpad.reservation", ["vllm"]),
         ("vllm_kvpad.kv_cache", ["vllm"]),
