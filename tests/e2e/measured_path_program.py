@@ -128,12 +128,27 @@ def main() -> None:
         enforce_eager=True,
         kv_transfer_config=options.get("kv_transfer_config"),
         additional_config={"kvpad": {"margin_bytes": 0}} if options["plugin"] else {},
+        **options.get("engine", {}),
     )
+    lora = None
+    if "lora" in options:
+        from vllm.lora.request import LoRARequest
+
+        lora = LoRARequest("adapter", 1, options["lora"])
+    prompts = [
+        {"prompt_token_ids": prompt} for prompt in options.get("token_prompts", [])
+    ]
     outputs = engine.generate(
-        PROMPTS, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
+        prompts or PROMPTS,
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=bool(prompts)),
+        use_tqdm=False,
+        lora_request=lora,
     )
     worker = engine.llm_engine.model_executor.driver_worker.worker
-    facts["answers"] = [output.outputs[0].text for output in outputs]
+    facts["answers"] = [
+        list(output.outputs[0].token_ids) if prompts else output.outputs[0].text
+        for output in outputs
+    ]
     facts["blocks"] = worker.cache_config.num_gpu_blocks
     facts["final_addresses"] = addresses(worker.model_runner)
     facts["view_blocks"] = {view.shape[0] for view in worker.model_runner.kv_caches}
