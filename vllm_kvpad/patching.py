@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType, ModuleType
 from typing import Any
+
+ANY = "*"
+"""Stands for a parameter of any name in :attr:`PatchPoint.parameters`."""
 
 
 class PatchError(RuntimeError):
@@ -21,26 +26,41 @@ class PatchError(RuntimeError):
 
 @dataclass(frozen=True)
 class PatchPoint:
-    """A function, method or property of another package, and its expected shape.
+    """A function, method, class or property of another package, and its shape.
 
     Attributes:
         target: ``"package.module:Qualified.name"``.
-        parameters: Names of its parameters in order, ``self`` included. For a
-            property, those of its getter.
+        parameters: Names of its parameters in order, ``self`` included; :data:`ANY`
+            for one whose name does not matter. For a property, those of its getter;
+            for a class, those of the call that makes an instance.
+        and_more: Whether further parameters are fine, as long as a call can do
+            without them.
+        mentions: Names that its code has to contain: parameters, attributes that it
+            sets or reads, functions and keyword arguments that it uses. For a class,
+            the code of its ``__init__``.
     """
 
     target: str
     parameters: tuple[str, ...]
+    and_more: bool = False
+    mentions: tuple[str, ...] = ()
 
-    def resolve(self) -> tuple[Any, str, Any]:
-        """Return the owner, the attribute's name and its current value.
+    @property
+    def expected(self) -> str:
+        """The shape, for people."""
+        more = [*self.parameters, *(["..."] if self.and_more else [])]
+        shape = f"({', '.join(more)})"
+        return f"{shape} using {', '.join(self.mentions)}" if self.mentions else shape
+
+    def find(self) -> tuple[Any, str, Any]:
+        """Return the owner, the attribute's name and its current value, whatever it is.
 
         The value is the attribute as it stands in the owner's own namespace, so a
         property is returned as the property object.
 
         Raises:
-            PatchError: The module cannot be imported, the name is missing, or the
-                parameters differ; the message names the target and what was found.
+            PatchError: The module cannot be imported or the name is missing; the
+                message names the target.
         """
         module_name, _, qualified_name = self.target.partition(":")
         try:
@@ -53,29 +73,96 @@ class PatchPoint:
         value = None if owner is None else inspect.getattr_static(owner, name, None)
         if value is None:
             raise PatchError(f"{self.target}: not found")
+        return owner, name, value
+
+    def resolve(self) -> tuple[Any, str, Any]:
+        """Return what :meth:`find` returns, if it has the expected shape.
+
+        Raises:
+            PatchError: As :meth:`find`, or the parameters differ, or the code lacks a
+                name; the message names the target and what was found.
+        """
+        owner, name, value = self.find()
         found = _parameters(value)
-        if found != self.parameters:
+        if found is None or not self._takes(found):
+            names = [f"<{type(value).__name__}>"] if found is None else found
+            more = [*self.parameters, *(["..."] if self.and_more else [])]
             raise PatchError(
-                f"{self.target}: takes ({', '.join(found)}), "
-                f"expected ({', '.join(self.parameters)})"
+                f"{self.target}: takes ({', '.join(names)}), "
+                f"expected ({', '.join(more)})"
+            )
+        if missing := sorted(set(self.mentions) - _names_in_code(value)):
+            raise PatchError(
+                f"{self.target}: its code does not use {', '.join(missing)}"
             )
         return owner, name, value
 
+    def _takes(self, found: dict[str, inspect.Parameter]) -> bool:
+        count = len(self.parameters)
+        further = list(found.values())[count:]
+        return (
+            len(found) >= count
+            and all(
+                expected in (ANY, name)
+                for expected, name in zip(self.parameters, found, strict=False)
+            )
+            and (self.and_more or not further)
+            and all(_is_optional(parameter) for parameter in further)
+        )
 
-def _parameters(value: Any) -> tuple[str, ...]:
+
+def _is_optional(parameter: inspect.Parameter) -> bool:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is not parameter.empty or parameter.kind in variadic
+
+
+def _parameters(value: Any) -> dict[str, inspect.Parameter] | None:
+    """Parameters by name, in order; None for what cannot be called."""
     if isinstance(value, property):
         value = value.fget
     if not callable(value):
-        return (f"<{type(value).__name__}>",)
-    return tuple(inspect.signature(value).parameters)
+        return None
+    return dict(inspect.signature(value).parameters)
+
+
+def _names_in_code(value: Any) -> set[str]:
+    """Every name and string in a function's code, parameters and nested ones too."""
+    if isinstance(value, property):
+        value = value.fget
+    if isinstance(value, type):
+        value = inspect.getattr_static(value, "__init__")
+    code = getattr(inspect.unwrap(value), "__code__", None)
+    return set() if code is None else set(_strings_of(code))
+
+
+def _strings_of(code: CodeType) -> Iterator[str]:
+    yield from (*code.co_names, *code.co_varnames)
+    pending: list[Any] = list(code.co_consts)
+    while pending:
+        constant = pending.pop()
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _strings_of(constant)
+        elif isinstance(constant, tuple):  # names of keyword arguments
+            pending += constant
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replacement: ``make(original)`` returns what takes the original's place."""
+    """One replacement: ``make(original)`` returns what takes the original's place.
+
+    Attributes:
+        point: What is replaced.
+        make: Makes the replacement.
+        everywhere: Also replace it in every module of its package that has imported
+            it by name. Modules that are imported later find the replacement where
+            they import it from. Reverting goes over all modules again.
+    """
 
     point: PatchPoint
     make: Callable[[Any], Any]
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,9 +171,28 @@ class _Applied:
     name: str
     original: Any
     replacement: Any
+    everywhere: bool
+
+    def replace(self) -> None:
+        setattr(self.owner, self.name, self.replacement)
+        if self.everywhere:
+            _replace_imported(self.owner, self.original, self.replacement)
 
     def restore(self) -> None:
         setattr(self.owner, self.name, self.original)
+        if self.everywhere:
+            _replace_imported(self.owner, self.replacement, self.original)
+
+
+def _replace_imported(home: ModuleType, old: Any, new: Any) -> None:
+    """Rebind each global of ``home``'s package that is ``old`` to ``new``."""
+    package = home.__name__.partition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if module is None or name.partition(".")[0] != package:
+            continue
+        for attribute, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, attribute, new)
 
 
 class PatchSet:
@@ -137,9 +243,11 @@ class PatchSet:
         try:
             for patch in self._patches:
                 owner, name, original = patch.point.resolve()
-                replacement = patch.make(original)
-                setattr(owner, name, replacement)
-                self._applied.append(_Applied(owner, name, original, replacement))
+                applied = _Applied(
+                    owner, name, original, patch.make(original), patch.everywhere
+                )
+                self._applied.append(applied)
+                applied.replace()
         except BaseException:
             self._restore()
             raise
@@ -165,3 +273,33 @@ class PatchSet:
     def _restore(self) -> None:
         while self._applied:
             self._applied.pop().restore()
+
+
+def absent(points: Iterable[PatchPoint]) -> list[str]:
+    """One line for each of ``points`` that is not there, whatever its shape."""
+    lines = []
+    for point in points:
+        try:
+            point.find()
+        except PatchError as error:
+            lines.append(str(error))
+    return lines
+
+
+def apply_together(patch_sets: Sequence[PatchSet]) -> None:
+    """Apply several sets, or none of them.
+
+    Raises:
+        PatchError: A point of one of them is not as expected; nothing was replaced.
+    """
+    # A set that is applied has its own replacements where its points were.
+    pending = [each for each in patch_sets if not each.is_applied]
+    if problems := [line for each in pending for line in each.problems()]:
+        raise PatchError("; ".join(problems))
+    for index, each in enumerate(pending):
+        try:
+            each.apply()
+        except BaseException:
+            for applied in pending[:index]:
+                applied.revert()
+            raise

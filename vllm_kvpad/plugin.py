@@ -3,7 +3,9 @@
 vLLM calls :func:`register` in every process it starts: front end, engine core and
 workers. It is cheap there: one patch on ``WorkerBase.__init__``, so that only a
 process that really builds a worker imports the rest, and only once the engine's
-configuration is known.
+configuration is known. Where vLLM has an extensible KV cache of its own, whose block
+counts the engine core decides on, ``Executor.__init__`` is patched in the same way:
+an executor is made where an engine core is, before any worker.
 """
 
 from __future__ import annotations
@@ -11,10 +13,21 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm_kvpad.hosts import native_cache
 from vllm_kvpad.log import get_logger
-from vllm_kvpad.patching import Patch, PatchError, PatchPoint, PatchSet
+from vllm_kvpad.patching import (
+    Patch,
+    PatchError,
+    PatchPoint,
+    PatchSet,
+    apply_together,
+)
+
+if TYPE_CHECKING:
+    from vllm_kvpad.capabilities import ConnectorCapabilities
+    from vllm_kvpad.config import KvpadConfig
 
 logger = get_logger(__name__)
 
@@ -35,7 +48,7 @@ def register() -> None:
     if not _is_switched_on():
         return
     try:
-        worker_creation_patches.apply()
+        apply_together(creation_patches())
     except PatchError as error:
         # Every process of the engine gets here; the first one speaks for all.
         if multiprocessing.parent_process() is None:
@@ -84,6 +97,34 @@ worker_creation_patches = PatchSet(
 )
 
 
+def _watch_engine_creation(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        take_charge_of_engine(vllm_config)
+        original(self, vllm_config, *args, **kwargs)
+
+    return __init__
+
+
+engine_creation_patches = PatchSet(
+    [
+        Patch(
+            PatchPoint(
+                "vllm.v1.executor.abstract:Executor.__init__", ("self", "vllm_config")
+            ),
+            _watch_engine_creation,
+        )
+    ]
+)
+
+
+def creation_patches() -> tuple[PatchSet, ...]:
+    """What :func:`register` applies to the installed vLLM."""
+    if native_cache.is_installed():
+        return worker_creation_patches, engine_creation_patches
+    return (worker_creation_patches,)
+
+
 def take_charge_of(worker: Any) -> None:
     """Give ``worker`` (a vLLM ``WorkerBase``) a KV cache from kvpad, or step aside.
 
@@ -91,25 +132,60 @@ def take_charge_of(worker: Any) -> None:
         KvpadConfigError: ``additional_config["kvpad"]`` is not valid.
         RuntimeError: kvpad would have to step aside and ``strict`` is set.
     """
-    from vllm_kvpad.capabilities import resolve
-    from vllm_kvpad.config import KvpadConfig
-    from vllm_kvpad.hosts import StepAside, select_host
+    from vllm_kvpad.hosts import NothingToDo, StepAside, check_in_use, select_host
 
     vllm_config = worker.vllm_config
-    config = KvpadConfig.from_additional_config(vllm_config.additional_config)
-    if not config.enabled:
-        logger.debug("switched off by additional_config")
+    settings = _settings(vllm_config)
+    if settings is None:
         return
-    capabilities = resolve(
-        vllm_config.kv_transfer_config, overrides=config.registers_device_memory
-    )
+    config, capabilities = settings
     try:
-        select_host().install(worker, config, capabilities)
+        check_in_use(vllm_config)
+        host = select_host()
+        host.install(worker, config, capabilities)
+    except NothingToDo as reason:
+        if worker.rank == 0:
+            logger.info("kvpad does nothing: %s", reason)
+        return
     except (StepAside, PatchError) as error:
         step_aside(worker, config, str(error))
         return
     if worker.rank == 0:
-        logger.info("kvpad supplies the KV cache; %s", capabilities.describe())
+        logger.info("kvpad %s; %s", host.promise, capabilities.describe())
+
+
+def take_charge_of_engine(vllm_config: Any) -> None:
+    """Prepare the process of an engine core, before its workers exist, or step aside.
+
+    The workers say so if kvpad steps aside, and end the server if it must not.
+
+    Raises:
+        KvpadConfigError: ``additional_config["kvpad"]`` is not valid.
+    """
+    from vllm_kvpad.hosts import NothingToDo, StepAside, check_in_use, select_host
+
+    settings = _settings(vllm_config)
+    if settings is None:
+        return
+    try:
+        check_in_use(vllm_config)
+        select_host().install_in_engine(vllm_config, *settings)
+    except (NothingToDo, StepAside, PatchError) as reason:
+        logger.debug("nothing is done to the engine core: %s", reason)
+
+
+def _settings(vllm_config: Any) -> tuple[KvpadConfig, ConnectorCapabilities] | None:
+    """The operator's settings and the connector's capabilities; None: switched off."""
+    from vllm_kvpad.capabilities import resolve
+    from vllm_kvpad.config import KvpadConfig
+
+    config = KvpadConfig.from_additional_config(vllm_config.additional_config)
+    if not config.enabled:
+        logger.debug("switched off by additional_config")
+        return None
+    return config, resolve(
+        vllm_config.kv_transfer_config, overrides=config.registers_device_memory
+    )
 
 
 def step_aside(worker: Any, config: Any, reason: str) -> None:

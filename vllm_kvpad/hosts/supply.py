@@ -1,7 +1,8 @@
 """vLLM without an extensible KV cache of its own (0.32, 0.33): kvpad supplies one.
 
-This module says what is patched, what is only called, and where kvpad steps aside.
-How a worker then starts up is told in :mod:`vllm_kvpad.hosts.supplied_cache`.
+Recognised by the absence of ``vllm.v1.worker.extensible_kv_cache``. This module says
+what is patched, what is only called, and where kvpad steps aside. How a worker then
+starts up is told in :mod:`vllm_kvpad.hosts.supplied_cache`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpad.hosts import StepAside
+from vllm_kvpad.hosts import StepAside, native_cache
 from vllm_kvpad.hosts.supplied_cache import (
     SuppliedKVCache,
     current_supply,
     graphs_are_captured_before_sizing,
 )
-from vllm_kvpad.patching import Patch, PatchError, PatchPoint, PatchSet
+from vllm_kvpad.patching import Patch, PatchPoint, PatchSet, apply_together
 
 if TYPE_CHECKING:
     from vllm_kvpad.capabilities import ConnectorCapabilities
@@ -41,6 +42,20 @@ class SupplyHost:
     """The whole cache, from reservation to sleep, is kvpad's."""
 
     name = "supply"
+    promise = "supplies the KV cache"
+
+    def missing(self) -> list[str]:
+        if native_cache.is_installed():
+            return [f"{native_cache.MODULE} is there"]
+        return []
+
+    def patch_sets(self) -> Sequence[PatchSet]:
+        return WORKER_PATCHES, V1_RUNNER_PATCHES, V2_RUNNER_PATCHES
+
+    def install_in_engine(
+        self, vllm_config: Any, config: KvpadConfig, capabilities: ConnectorCapabilities
+    ) -> None:
+        """Nothing: the engine core plans with what the workers tell it."""
 
     def install(
         self, worker: Any, config: KvpadConfig, capabilities: ConnectorCapabilities
@@ -52,11 +67,7 @@ class SupplyHost:
             PatchError: A patch point is not as expected; nothing was changed.
         """
         step_aside_where_unsupported(worker, capabilities)
-        patch_sets = patch_sets_for(v2_runner=worker.vllm_config.use_v2_model_runner)
-        if problems := [line for each in patch_sets for line in each.problems()]:
-            raise PatchError("; ".join(problems))
-        for patches in patch_sets:
-            patches.apply()
+        apply_together(patch_sets_for(v2_runner=worker.vllm_config.use_v2_model_runner))
         _supplies[worker] = SuppliedKVCache(config, capabilities)
 
 
