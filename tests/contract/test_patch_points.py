@@ -2,7 +2,8 @@
 
 Checked against the vLLM that is installed here, and against the CUDA wheel whose
 site folder ``KVPAD_CUDA_VLLM_SITE`` names (``tox`` unpacks one; importing it needs
-no GPU). A new vLLM that fails here is one that kvpad would step aside for.
+no GPU). A new vLLM that fails here is one that kvpad would step aside for;
+``python -m vllm_kvpad.hosts`` shows what changed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ pytestmark = pytest.mark.contract
 _REPORT = """
 import json, vllm
 from vllm_kvpad.hosts import select_host
-from vllm_kvpad.hosts.supply import patch_sets_for
-from vllm_kvpad.plugin import worker_creation_patches
-sets = [worker_creation_patches]
-for v2_runner in (False, True):
-    sets += patch_sets_for(v2_runner=v2_runner)
+from vllm_kvpad.plugin import creation_patches
+host = select_host()
+sets = [*creation_patches(), *host.patch_sets()]
 print("REPORT" + json.dumps({
     "version": vllm.__version__,
-    "host": select_host().name,
+    "host": host.name,
     "points": sorted({point.target for each in sets for point in each.points}),
     "problems": sorted({line for each in sets for line in each.problems()}),
 }))
@@ -67,6 +66,22 @@ def test_cuda_wheel_has_every_patch_point() -> None:
     assert found["version"] == "0.33.0"
     assert found["problems"] == []
     assert found["host"] == "supply"
+
+
+def test_the_maintainers_command_shows_the_host_and_every_point() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_kvpad.hosts"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "host supply" in done.stdout
+    for target in report(None)["points"]:
+        assert f"  ok  {target} (" in done.stdout
+    # Why the others are not it.
+    assert "no registers_kv_cache_memory" in done.stdout
+    assert "align_extensible_kv_cache_capacity: not found" in done.stdout
 
 
 def test_a_point_that_is_missing_is_reported_by_name() -> None:

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from vllm_kvpad.patching import Patch, PatchError, PatchPoint, PatchSet
+from vllm_kvpad.patching import (
+    ANY,
+    Patch,
+    PatchError,
+    PatchPoint,
+    PatchSet,
+    absent,
+    apply_together,
+)
 
 
 class Engine:
@@ -177,3 +185,133 @@ def test_does_not_revert_under_somebody_elses_wrapper(host: types.ModuleType) ->
         applied.revert()
     assert host.allocate is theirs
     assert applied.is_applied
+
+
+def make(**contents: bool) -> dict[str, bool]:
+    return contents
+
+
+class Box:
+    def __init__(self, size: int, lid: bool = True) -> None:
+        self.volume = size**3
+        self.contents = make(lid=lid)
+
+
+def test_any_stands_for_a_parameter_of_any_name(host: types.ModuleType) -> None:
+    point("allocate", ANY, "device").resolve()
+    with pytest.raises(PatchError, match=r"takes \(size, device\), expected \(\*\)"):
+        point("allocate", ANY).resolve()
+
+
+def test_more_parameters_are_fine_if_a_call_can_do_without(
+    host: types.ModuleType,
+) -> None:
+    module = host.__name__
+    PatchPoint(f"{module}:allocate", ("size",), and_more=True).resolve()
+    expected = r"takes \(size, device\), expected \(\.\.\.\)"
+    with pytest.raises(PatchError, match=expected):
+        PatchPoint(f"{module}:allocate", (), and_more=True).resolve()
+
+
+def test_a_class_is_a_point_with_the_parameters_of_making_one(
+    host: types.ModuleType,
+) -> None:
+    host.Box = Box
+    point("Box", "size", "lid").resolve()
+    with pytest.raises(PatchError, match=r"Box: takes \(size, lid\)"):
+        point("Box", "size").resolve()
+
+
+@pytest.mark.parametrize("name", ["volume", "contents", "lid", "size", "make"])
+def test_code_mentions_attributes_parameters_and_keywords(
+    name: str, host: types.ModuleType
+) -> None:
+    host.Box = Box
+    target = f"{host.__name__}:Box"
+    PatchPoint(target, ("size", "lid"), mentions=(name,)).resolve()
+
+
+def test_code_that_does_not_use_a_name_is_told_by_that_name(
+    host: types.ModuleType,
+) -> None:
+    host.Box = Box
+    target = f"{host.__name__}:Box"
+    with pytest.raises(PatchError, match=r"Box: its code does not use weight$"):
+        PatchPoint(target, ("size", "lid"), mentions=("volume", "weight")).resolve()
+
+
+@pytest.fixture
+def user(host: types.ModuleType) -> Iterator[types.ModuleType]:
+    """A module of the same package that imported a function by name."""
+    module = types.ModuleType("kvpad_test_host.user")
+    module.allocate = module.renamed = host.allocate
+    stranger = types.ModuleType("kvpad_test_stranger")
+    stranger.allocate = host.allocate
+    sys.modules[module.__name__] = module
+    sys.modules[stranger.__name__] = stranger
+    yield module
+    assert not hasattr(stranger.allocate, "__wrapped__")
+    del sys.modules[module.__name__], sys.modules[stranger.__name__]
+
+
+def everywhere() -> PatchSet:
+    patch = Patch(point("allocate", "size", "device"), prefixed, everywhere=True)
+    return PatchSet([patch])
+
+
+def test_everywhere_is_wherever_its_package_imported_it(
+    host: types.ModuleType, user: types.ModuleType
+) -> None:
+    stock = host.allocate
+    patches = everywhere()
+    patches.apply()
+    for function in (host.allocate, user.allocate, user.renamed):
+        assert function(1) == "kvpad, then stock allocate 1 on cpu"
+    patches.revert()
+    assert host.allocate is user.allocate is user.renamed is stock
+
+
+def test_a_module_imported_in_between_is_reverted_too(
+    host: types.ModuleType, user: types.ModuleType
+) -> None:
+    stock = host.allocate
+    patches = everywhere()
+    patches.apply()
+    user.later = host.allocate
+    patches.revert()
+    assert user.later is stock
+
+
+def test_several_sets_are_applied_together_or_not_at_all(
+    host: types.ModuleType,
+) -> None:
+    before = snapshot(host)
+    good, bad = patches(), PatchSet([Patch(point("nothing"), prefixed)])
+    with pytest.raises(PatchError, match="nothing: not found"):
+        apply_together([good, bad])
+    assert snapshot(host) == before
+    apply_together([good])
+    apply_together([good])
+    assert host.allocate(3) == "kvpad, then stock allocate 3 on cpu"
+
+
+def test_a_set_that_fails_half_way_takes_the_others_back(
+    host: types.ModuleType,
+) -> None:
+    before = snapshot(host)
+
+    def broken(original: Any) -> Any:
+        raise RuntimeError("cannot make this one")
+
+    bad = PatchSet([Patch(point("Engine.stop", "self"), broken)])
+    with pytest.raises(RuntimeError, match="cannot make this one"):
+        apply_together([patches(), bad])
+    assert snapshot(host) == before
+
+
+def test_absent_tells_what_is_not_there_whatever_the_shape(
+    host: types.ModuleType,
+) -> None:
+    there = point("allocate", "entirely", "different")
+    (line,) = absent([there, point("nothing")])
+    assert line == "kvpad_test_host:nothing: not found"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase
 
 from vllm_kvpad import plugin
 from vllm_kvpad.config import KvpadConfigError
+from vllm_kvpad.hosts import native_cache
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +26,7 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("VLLM_PLUGINS", "kvpad")
     stock = WorkerBase.__init__
     yield
+    plugin.engine_creation_patches.revert()
     plugin.worker_creation_patches.revert()
     assert WorkerBase.__init__ is stock
 
@@ -85,6 +90,52 @@ def test_registering_again_changes_nothing() -> None:
     once = WorkerBase.__init__
     plugin.register()
     assert WorkerBase.__init__ is once
+
+
+def test_engine_cores_are_watched_only_where_vllm_has_a_cache_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    stock = Executor.__init__
+    plugin.register()
+    assert Executor.__init__ is stock
+    plugin.worker_creation_patches.revert()
+    monkeypatch.setattr(native_cache, "is_installed", lambda: True)
+    plugin.register()
+    assert Executor.__init__.__wrapped__ is stock
+    plugin.engine_creation_patches.revert()
+    assert Executor.__init__ is stock
+
+
+def test_workers_are_not_watched_where_engine_cores_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, kvpad_log: pytest.LogCaptureFixture
+) -> None:
+    from vllm.v1.executor.abstract import Executor
+
+    def __init__(self: Any, everything: Any) -> None: ...
+
+    monkeypatch.setattr(native_cache, "is_installed", lambda: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "__init__", __init__)
+        plugin.register()
+        assert not patched()
+    assert "vllm.v1.executor.abstract:Executor.__init__" in kvpad_log.text
+
+
+def test_registering_imports_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a front end that never makes a worker there is nothing to import."""
+    program = (
+        "import sys; from vllm_kvpad import plugin; import vllm.v1.worker.worker_base;"
+        "before = set(sys.modules); plugin.register();"
+        "print('NEW', sorted(set(sys.modules) - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [x for x in done.stdout.splitlines() if x.startswith("NEW")]
+    assert ast.literal_eval(line.removeprefix("NEW ")) == ["vllm_kvpad.config"]
 
 
 def test_an_unknown_vllm_is_left_alone_after_one_warning(
