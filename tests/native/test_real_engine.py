@@ -12,7 +12,7 @@ from scenario import COUNTS, Facts, check_registrable
 
 from engines import EngineSpec, free_ports
 
-pytestmark = [pytest.mark.e2e, pytest.mark.contract]
+pytestmark = pytest.mark.e2e
 
 PROGRAM = Path(__file__).with_name("real_engine_program.py")
 
