@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from contextvars import Context
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +57,7 @@ def make_config(
     enable: bool | None = True,
     unsupported: str | None = None,
     workers: int = 1,
+    one_context: bool = False,
     kvpad: dict[str, Any] | None = None,
 ) -> Any:
     """What vLLM's configuration says, with room for ``blocks`` after warm-up."""
@@ -83,6 +86,7 @@ def make_config(
             unsupported=unsupported,
         ),
         workers=workers,
+        one_context=one_context,
         make_connector=RecordingConnector,
         additional_config={} if kvpad is None else {"kvpad": kvpad},
         kv_transfer_config=kv_transfer_config,
@@ -105,7 +109,11 @@ def make_config(
 
 
 def executor_class() -> type:
-    """Workers in this process, one after another, each wrapped as vLLM wraps them."""
+    """Workers in this process, one after another, each wrapped as vLLM wraps them.
+
+    Unless ``one_context`` is set they see no context variable of the engine core's, as
+    in a process of their own.
+    """
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -127,12 +135,15 @@ def executor_class() -> type:
             results = []
             for rank, worker in enumerate(self.workers):
                 if callable(method):
-                    wrapped = SimpleNamespace(worker=worker)
-                    results.append(method(wrapped, *args, **(kwargs or {})))
-                elif method == "initialize_from_config":
-                    results.append(worker.initialize_from_config(args[0][rank]))
+                    call = functools.partial(method, SimpleNamespace(worker=worker))
                 else:
-                    results.append(getattr(worker, method)(*args, **(kwargs or {})))
+                    call = getattr(worker, method)
+                own = args
+                if method == "initialize_from_config":
+                    own = (args[0][rank],)
+                call = functools.partial(call, *own, **(kwargs or {}))
+                apart = not self.vllm_config.one_context
+                results.append(Context().run(call) if apart else call())
             return results
 
     return InProcessExecutor

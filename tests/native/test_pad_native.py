@@ -101,6 +101,12 @@ def test_block_outermost_layouts_have_nothing_to_pad(
     assert cache.buffer.segments_backed_by_one_chunk([102 * cache.bytes_per_block])
 
 
+@pytest.mark.parametrize("blocks", COUNTS)
+def test_engine_core_and_worker_in_one_process(blocks: int, start: Start) -> None:
+    config = make_config(REGISTERING[0], blocks=blocks, one_context=True)
+    check_registrable(engines.facts_of(start(config)), blocks)
+
+
 def test_all_ranks_pad(start: Start) -> None:
     engine = start(make_config(REGISTERING[0], blocks=102, workers=2))
     for rank in (0, 1):
@@ -175,6 +181,8 @@ def test_a_driver_without_memory_management_wins(start: Start) -> None:
     assert engine.kv_cache_config.num_blocks == engines.CAPACITY_BLOCKS
     (worker,) = engines.workers(engine)
     assert worker.model_runner.extensible_kv_cache is None
+    placed, planned = worker.model_runner.kv_cache_config, engine.kv_cache_config
+    assert placed.kv_cache_tensors == planned.kv_cache_tensors
 
 
 def test_a_worker_that_is_not_in_charge_has_vllm_round_for_all(

@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from vllm.utils.extensible_tensor import granule_aligned_blocks
+from vllm.utils.extensible_tensor import (
+    granule_aligned_blocks,
+    granule_block_alignment,
+)
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_config_from_groups,
@@ -37,7 +40,7 @@ def align_extensible_kv_cache_capacity(
     for config in (*kv_cache_configs, scheduler_kv_cache_config):
         strides = [tensor.block_stride for tensor in config.kv_cache_tensors]
         old = config.num_blocks
-        new = granule_aligned_blocks(old, strides, granule)
+        new = old - old % granule_block_alignment(strides, granule)
         _require_blocks(new)
         config.num_blocks = new
         layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
