@@ -127,13 +127,12 @@ class ExtensibleKVCache:
             return granule_aligned_blocks(
                 num_blocks, self.segment_strides, self.buffer.granularity
             )
-        while num_blocks > 0 and self.physical_bytes_for(num_blocks) > num_bytes:
-            num_blocks -= 1
-        return num_blocks
+        counts = range(1, num_blocks + 1)
+        return bisect_right(counts, num_bytes, key=self.physical_bytes_for)
 
     def _locate(self, start: int) -> tuple[int, int]:
-        segment = bisect_right(self.segment_offsets, start) - 1
-        return segment, start - self.segment_offsets[segment]
+        begun = [offset for offset in self.segment_offsets if offset <= start]
+        return len(begun) - 1, start - begun[-1]
 
     def committed_kv_cache_tensors(
         self, kv_cache_config: KVCacheConfig, layout: KVCacheLayout, num_blocks: int
