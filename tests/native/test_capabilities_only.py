@@ -58,6 +58,24 @@ def test_this_vllm_is_recognised() -> None:
     assert select_host().name == "capabilities_only"
 
 
+def test_it_is_recognised_where_functions_that_round_are_still_around(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.utils import extensible_tensor
+    from vllm.v1.core import kv_cache_utils
+
+    from vllm_kvpad.hosts.pad_native import PadNativeHost
+
+    def left_over(*args: Any) -> None: ...
+
+    align = "align_extensible_kv_cache_capacity"
+    monkeypatch.setattr(kv_cache_utils, align, left_over, raising=False)
+    aligned = "granule_aligned_blocks"
+    monkeypatch.setattr(extensible_tensor, aligned, left_over, raising=False)
+    assert PadNativeHost().missing() == []
+    assert select_host().name == "capabilities_only"
+
+
 @pytest.mark.parametrize("blocks", COUNTS)
 @pytest.mark.parametrize("connector", REGISTERING, ids=name_of)
 def test_registering_connectors_are_padded_for_on_the_list_or_not(
