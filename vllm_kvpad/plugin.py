@@ -1,7 +1,7 @@
 """The ``vllm.general_plugins`` entry point.
 
 vLLM calls :func:`register` in every process it starts: front end, engine core and
-workers. It is cheap there: one patch on ``WorkerBase.__init__``, so that only a
+workers. It is cheap there: two patches on how workers are made, so that only a
 process that really builds a worker imports the rest, and only once the engine's
 configuration is known. Where vLLM has an extensible KV cache of its own, whose block
 counts the engine core decides on, ``Executor.__init__`` is patched in the same way:
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvpad.hosts import native_cache
@@ -77,6 +78,17 @@ def _watch_worker_creation(original: Any) -> Any:
     return __init__
 
 
+def _announce_after_init_device(original: Any) -> Any:
+    @functools.wraps(original)
+    def init_device(self: Any) -> None:
+        from vllm_kvpad.hosts import agreement
+
+        original(self)
+        agreement.announce(_objections.get(self.worker))
+
+    return init_device
+
+
 worker_creation_patches = PatchSet(
     [
         Patch(
@@ -92,9 +104,18 @@ worker_creation_patches = PatchSet(
                 ),
             ),
             _watch_worker_creation,
-        )
+        ),
+        Patch(
+            PatchPoint(
+                "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ("self",)
+            ),
+            _announce_after_init_device,
+        ),
     ]
 )
+
+_objections: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""Workers of this process that kvpad left to stock vLLM, and why."""
 
 
 def _watch_engine_creation(original: Any) -> Any:
@@ -137,6 +158,7 @@ def take_charge_of(worker: Any) -> None:
     vllm_config = worker.vllm_config
     settings = _settings(vllm_config)
     if settings is None:
+        _objections[worker] = "kvpad is switched off by additional_config"
         return
     config, capabilities = settings
     try:
@@ -146,9 +168,11 @@ def take_charge_of(worker: Any) -> None:
     except NothingToDo as reason:
         if worker.rank == 0:
             logger.info("kvpad does nothing: %s", reason)
+        _objections[worker] = str(reason)
         return
     except (StepAside, PatchError) as error:
-        step_aside(worker, config, str(error))
+        step_aside(config, str(error), speaks=worker.rank == 0)
+        _objections[worker] = str(error)
         return
     if worker.rank == 0:
         logger.info("kvpad %s; %s", host.promise, capabilities.describe())
@@ -188,8 +212,13 @@ def _settings(vllm_config: Any) -> tuple[KvpadConfig, ConnectorCapabilities] | N
     )
 
 
-def step_aside(worker: Any, config: Any, reason: str) -> None:
+def step_aside(config: Any, reason: str, *, speaks: bool) -> None:
     """Say once per engine why vLLM runs as stock.
+
+    Args:
+        config: The operator's :class:`~vllm_kvpad.config.KvpadConfig`.
+        reason: For the log.
+        speaks: Whether it falls to this rank to write to the log.
 
     Raises:
         RuntimeError: ``strict`` is set.
@@ -199,7 +228,7 @@ def step_aside(worker: Any, config: Any, reason: str) -> None:
             f"kvpad cannot supply the KV cache and strict is set: {reason}. "
             "Remove the cause, unset strict, or set VLLM_KVPAD_DISABLE=1."
         )
-    if worker.rank == 0:
+    if speaks:
         _warn_stepped_aside(reason)
 
 

@@ -227,7 +227,8 @@ def _place(worker: Any, planned: KVCacheConfig) -> _Placing | None:
 
         # The engine core found the same, and rounds.
         del _charges[worker]
-        step_aside(worker, charge.config, f"the KV cache cannot be padded: {error}")
+        reason = f"the KV cache cannot be padded: {error}"
+        step_aside(charge.config, reason, speaks=worker.rank == 0)
         return None
     return _Placing(planned, padded, layout, registers=True)
 

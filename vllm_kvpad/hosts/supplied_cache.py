@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpad.hosts import StepAside, model_runners
+from vllm_kvpad.hosts import StepAside, agreement, model_runners
 from vllm_kvpad.kv_cache import ExtensibleKVCache
 from vllm_kvpad.log import get_logger
 from vllm_kvpad.placement import (
@@ -40,6 +40,7 @@ from vllm_kvpad.placement import (
 from vllm_kvpad.sizing import MeasuredMemory, capacity_blocks, warm_up_blocks
 from vllm_kvpad.vmm import (
     HostVmmDriver,
+    VmmError,
     VmmOutOfMemoryError,
     VmmUnsupportedError,
     get_driver,
@@ -101,6 +102,7 @@ class SuppliedKVCache:
         self.capabilities = capabilities
         self.cache: ExtensibleKVCache | None = None
         self.stepped_aside = False
+        self._ranks_have_agreed = False
         self._warm_start: _WarmStart | None = None
         self._adopted = False
         self._is_warming_up = False
@@ -110,16 +112,24 @@ class SuppliedKVCache:
 
     def determine_available_memory(self, worker: Any, stock: Callable[[], int]) -> int:
         """Bytes the KV cache may take on this worker, measured after warm-up."""
-        if _size_is_given(worker):
+        self._agree()
+        if self.stepped_aside:
             return stock()
         plan: _Plan | None = None
+        objection: str | None = None
         try:
-            plan = self._reserve_capacity(worker)
-        except StepAside as reason:
-            self._step_aside(worker, reason)
+            if not _size_is_given(worker):
+                plan = self._reserve_capacity(worker)
+        except (StepAside, VmmError) as error:
+            objection = str(error)
         except _NotMeasured as reason:
             logger.info("kvpad: the size is vLLM's own estimate: %s", reason)
-        # Warm-up is full of collectives: every rank measures, or none does.
+        # Warm-up is full of collectives: every rank measures, or none does. All must
+        # know the reason too, for with ``strict`` it ends them all.
+        if objections := _from_every_rank(objection):
+            self.close()
+            self._step_aside("; ".join(objections), speaks=worker.rank == 0)
+            return stock()
         if not _on_every_rank(plan is not None):
             self.close()
             return stock()
@@ -143,7 +153,10 @@ class SuppliedKVCache:
         kv_cache_config: KVCacheConfig,
     ) -> None:
         """Commit the cache at its final size and register it with the connector."""
-        if self._is_warming_up or not kv_cache_config.kv_cache_tensors:
+        self._agree()
+        if self.stepped_aside or self._is_warming_up:
+            return stock(kv_cache_config)
+        if not kv_cache_config.kv_cache_tensors:
             return stock(kv_cache_config)
         if self._warm_start is not None:
             if self._can_adopt(worker, self._warm_start, kv_cache_config):
@@ -154,7 +167,7 @@ class SuppliedKVCache:
             driver = self._driver(worker)
             layout = self._layout(worker, kv_cache_config)
         except StepAside as reason:
-            self._step_aside(worker, reason)
+            self._step_aside(str(reason), speaks=worker.rank == 0)
             return stock(kv_cache_config)
         self._initialize_given(worker, stock, kv_cache_config, driver, layout)
         return None
@@ -257,11 +270,22 @@ class SuppliedKVCache:
             )
         return layout
 
-    def _step_aside(self, worker: Any, reason: StepAside) -> None:
+    def _agree(self) -> None:
+        """Leave this worker to stock unless kvpad supplies every rank's cache."""
+        if self._ranks_have_agreed:
+            return
+        self._ranks_have_agreed = True
+        objections, speaker = agreement.verdict()
+        if objections:
+            self._step_aside(
+                "; ".join(objections), speaks=agreement.global_rank() == speaker
+            )
+
+    def _step_aside(self, reason: str, *, speaks: bool) -> None:
         from vllm_kvpad.plugin import step_aside
 
         self.stepped_aside = True
-        step_aside(worker, self.config, str(reason))
+        step_aside(self.config, reason, speaks=speaks)
 
     def _placed(
         self, config: KVCacheConfig, layout: KVCacheLayout, driver: VmmDriver
@@ -291,11 +315,12 @@ class SuppliedKVCache:
             placed = self._placed(kv_cache_config, layout, driver)
             self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
         except ValueError as error:
-            self._step_aside(
-                worker, StepAside(f"the KV cache cannot be placed: {error}")
-            )
+            reason = f"the KV cache cannot be placed: {error}"
+            self._step_aside(reason, speaks=worker.rank == 0)
             return stock(kv_cache_config)
-        self._commit(placed.num_blocks)
+        self._commit(
+            placed.num_blocks, defragment=self.capabilities.registers_device_memory
+        )
         with self._supplying():
             stock(placed)
         self._log_supplied(layout, kv_cache_config, placed)
@@ -368,7 +393,16 @@ class SuppliedKVCache:
             self.close()
             return without_graphs
 
-        cache.commit(warm_blocks)
+        failure: VmmError | None = None
+        try:
+            self._commit(warm_blocks, defragment=False)
+        except VmmError as error:
+            failure = error
+        # A rank that raised alone would leave the others waiting in warm-up.
+        if not _on_every_rank(failure is None):
+            raise failure or RuntimeError(
+                "the KV cache could not be committed on another rank; its log says why"
+            )
         free_before_warm_up = driver.free_memory()
         self._is_warming_up = True
         # Stock closes its warm-up with advice on --kv-cache-memory, computed from
@@ -453,7 +487,9 @@ class SuppliedKVCache:
         warm: _WarmStart,
         final: KVCacheConfig,
     ) -> None:
-        self._commit(final.num_blocks)
+        self._commit(
+            final.num_blocks, defragment=self.capabilities.registers_device_memory
+        )
         placed = dataclasses.replace(
             final, kv_cache_tensors=warm.plan.placed.kv_cache_tensors
         )
@@ -468,7 +504,7 @@ class SuppliedKVCache:
             self._layout(worker, final), warm.plan.planned, warm.plan.placed
         )
 
-    def _commit(self, num_blocks: int) -> None:
+    def _commit(self, num_blocks: int, *, defragment: bool) -> None:
         """Back exactly ``num_blocks`` blocks, as the engine core has planned.
 
         Raises:
@@ -479,11 +515,7 @@ class SuppliedKVCache:
         cache = self.cache
         assert cache is not None
         try:
-            cache.commit(
-                num_blocks,
-                defragment=self.capabilities.registers_device_memory,
-                shrink=True,
-            )
+            cache.commit(num_blocks, defragment=defragment, shrink=True)
         except VmmOutOfMemoryError as error:
             wanted = format_bytes(cache.physical_bytes_for(num_blocks))
             free = format_bytes(cache.driver.free_memory())
@@ -571,6 +603,19 @@ def _size_is_given(worker: Any) -> bool:
     return bool(
         cache_config.kv_cache_memory_bytes or cache_config.num_gpu_blocks_override
     )
+
+
+def _from_every_rank(objection: str | None) -> list[str]:
+    """The objections of all workers of this engine, each with its rank."""
+    import torch
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return [objection] if objection else []
+    said: list[str | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(said, objection, group=group.cpu_group)
+    return [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
 
 
 def _on_every_rank(holds: bool) -> bool:
