@@ -3,9 +3,11 @@
 vLLM calls :func:`register` in every process it starts: front end, engine core and
 workers. It is cheap there: two patches on how workers are made, so that only a
 process that really builds a worker imports the rest, and only once the engine's
-configuration is known. Where vLLM has an extensible KV cache of its own, whose block
-counts the engine core decides on, ``Executor.__init__`` is patched in the same way:
-an executor is made where an engine core is, before any worker.
+configuration is known. In a front end a third patch checks that configuration, so
+that a mistake ends the start before a model is looked at. Where vLLM has an extensible
+KV cache of its own, whose block counts the engine core decides on,
+``Executor.__init__`` is patched too: an executor is made where an engine core is,
+before any worker.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +51,14 @@ def register() -> None:
     """
     if not _is_switched_on():
         return
+    # vLLM imports this module where it parses arguments, and loads plugins there
+    # before it makes a configuration of them. Elsewhere it would cost seconds.
+    if _ARGUMENTS in sys.modules:
+        try:
+            front_end_patches.apply()
+        except PatchError as error:
+            # The worker checks too; only the message would come earlier.
+            logger.debug("settings are not checked in the front end: %s", error)
     try:
         apply_together(creation_patches())
     except PatchError as error:
@@ -89,6 +100,17 @@ def _announce_after_init_device(original: Any) -> Any:
     return init_device
 
 
+def _check_settings_first(original: Any) -> Any:
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_kvpad.config import KvpadConfig
+
+        KvpadConfig.from_additional_config(self.additional_config)
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
+
+
 worker_creation_patches = PatchSet(
     [
         Patch(
@@ -111,6 +133,20 @@ worker_creation_patches = PatchSet(
             ),
             _announce_after_init_device,
         ),
+    ]
+)
+
+_ARGUMENTS = "vllm.engine.arg_utils"
+
+front_end_patches = PatchSet(
+    [
+        Patch(
+            PatchPoint(
+                f"{_ARGUMENTS}:EngineArgs.create_engine_config",
+                ("self", "usage_context", "headless"),
+            ),
+            _check_settings_first,
+        )
     ]
 )
 

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.contract
 _REPORT = """
 import json, vllm
 from vllm_kvpad.hosts import select_host
-from vllm_kvpad.plugin import creation_patches
+from vllm_kvpad.plugin import creation_patches, front_end_patches
 host = select_host()
-sets = [*creation_patches(), *host.patch_sets()]
+sets = [front_end_patches, *creation_patches(), *host.patch_sets()]
 print("REPORT" + json.dumps({
     "version": vllm.__version__,
     "host": host.name,

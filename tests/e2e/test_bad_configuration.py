@@ -51,3 +51,13 @@ def test_the_server_ends_and_names_the_mistake(
     log = engine.log_text()
     assert [text for text in expected if text not in log] == []
     assert "KV cache size" not in log
+
+
+@pytest.mark.parametrize("name", ["unknown-key", "odd-granule"])
+def test_wrong_settings_end_the_front_end_itself(
+    engines: dict[str, Engine], name: str
+) -> None:
+    """No engine core, no worker and no model had to be loaded to find them."""
+    engine = engines[name]
+    assert engine.wait_exit() != 0
+    assert "EngineCore" not in engine.log_text()

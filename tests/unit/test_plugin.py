@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     plugin.engine_creation_patches.revert()
     plugin.worker_creation_patches.revert()
+    plugin.front_end_patches.revert()
     assert WorkerBase.__init__ is stock
 
 
@@ -155,3 +157,15 @@ def test_an_unknown_vllm_is_left_alone_after_one_warning(
     assert len(messages) == 1
     assert "vllm.v1.worker.worker_base:WorkerBase.__init__" in messages[0]
     assert "takes (self, everything)" in messages[0]
+
+
+def test_wrong_settings_are_found_where_arguments_are_read(tmp_path: Path) -> None:
+    """Before the model's folder is even looked at: there is none."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+    engine_args = EngineArgs(
+        model=str(tmp_path / "none"), additional_config={"kvpad": {"stirct": True}}
+    )
+    with pytest.raises(KvpadConfigError, match="did you mean 'strict'"):
+        engine_args.create_engine_config()
