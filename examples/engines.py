@@ -228,6 +228,20 @@ class Engine:
             time.sleep(0.2)
         raise EngineError(f"engine {self.name} neither started nor ended")
 
+    def wait_dead(self, timeout: float) -> int:
+        """Wait for a server that is about to end; return its exit status.
+
+        Raises:
+            EngineError: It still runs ``timeout`` seconds from now.
+        """
+        try:
+            return self._supervisor.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise EngineError(
+                f"engine {self.name} still runs after {timeout:.0f} s; "
+                f"{self.log_path} ends:\n{self.log_tail()}"
+            ) from error
+
     def stop(self) -> None:
         """End the server and all its processes. Harmless when repeated."""
         assert self._supervisor.stdin is not None
@@ -237,6 +251,30 @@ class Engine:
             self._supervisor.stdin.close()
         self._supervisor.wait(timeout=_STOP_SECONDS + 15)
         self._supervisor.stdout.close()
+        # Nothing is left, unless somebody killed the supervisor too. While its group
+        # has a process, no other group can have got the number.
+        if process_group(self.pid):
+            self._signal_group(signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End every process of the server at once, as if their machine had failed.
+
+        None gets to clean up. Returns when all are gone; :meth:`stop` is still due.
+        """
+        self._signal_group(signal.SIGKILL)
+        self._supervisor.wait(timeout=_STOP_SECONDS)
+
+    def freeze(self) -> None:
+        """Stop every process of the server until :meth:`thaw`, or :meth:`kill`."""
+        self._signal_group(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Undo :meth:`freeze`."""
+        self._signal_group(signal.SIGCONT)
+
+    def _signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
 
     def complete(
         self,
@@ -344,6 +382,22 @@ class Engine:
         """All processes of the server: those in its process group."""
         return process_group(self.pid)
 
+    def process(self, title: str) -> int:
+        """The pid of the server's process that vLLM calls ``title``.
+
+        Args:
+            title: ``EngineCore``, or ``Worker``, ``Worker_TP1``, ...
+
+        Raises:
+            KeyError: There is none.
+        """
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if command_line.rstrip(b"\0 ").decode() == f"VLLM::{title}":
+                    return pid
+        raise KeyError(f"engine {self.name} has no process VLLM::{title}")
+
     def _http(
         self, path: str, body: object = None, timeout: float = _REQUEST_SECONDS
     ) -> str:
@@ -395,6 +449,7 @@ class PrefillDecodePair:
         spec: EngineSpec,
         log_dir: Path,
         progress: Callable[[str], None] = lambda line: None,
+        decode_spec: EngineSpec | None = None,
     ) -> None:
         """Start both and wait until they are healthy.
 
@@ -406,28 +461,55 @@ class PrefillDecodePair:
             spec: What both run; its ``kv_transfer`` is replaced.
             log_dir: Folder for the logs.
             progress: Told how starting goes.
+            decode_spec: What the decode engine runs, if not the same.
 
         Raises:
             EngineError: One of them did not start; neither is left running.
         """
         self.name = name
+        self._log_dir = log_dir
+        self._starts = 1
         with contextlib.ExitStack() as stack:
             self.prefill, self.decode = (
                 stack.enter_context(
                     Engine(
                         f"{name}-{part}",
-                        dataclasses.replace(spec, kv_transfer=nixl(role)),
+                        dataclasses.replace(own_spec, kv_transfer=nixl(role)),
                         log_dir,
                     )
                 )
-                for part, role in [
-                    ("prefill", "kv_producer"),
-                    ("decode", "kv_consumer"),
+                for part, role, own_spec in [
+                    ("prefill", "kv_producer", spec),
+                    ("decode", "kv_consumer", decode_spec or spec),
                 ]
             )
             self.prefill.wait_healthy(progress)
             self.decode.wait_healthy(progress)
             self._stack = stack.pop_all()
+
+    def replace_prefill(self) -> None:
+        """Start another prefill engine in the place of one that has died.
+
+        Raises:
+            EngineError: It did not start.
+        """
+        self.prefill = self._replacement(self.prefill, "prefill")
+
+    def replace_decode(self) -> None:
+        """Start another decode engine in the place of one that has died.
+
+        Raises:
+            EngineError: It did not start.
+        """
+        self.decode = self._replacement(self.decode, "decode")
+
+    def _replacement(self, dead: Engine, part: str) -> Engine:
+        dead.stop()
+        self._starts += 1
+        engine = Engine(f"{self.name}-{part}-{self._starts}", dead.spec, self._log_dir)
+        self._stack.enter_context(engine)
+        engine.wait_healthy()
+        return engine
 
     def __enter__(self) -> PrefillDecodePair:
         return self
@@ -590,8 +672,10 @@ def _supervise(command: Sequence[str]) -> int:
     # Seen, but not reaped: until it is, no other group can get the number.
     os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
     deadline = time.monotonic() + _STOP_SECONDS / 3
-    while process_group(server.pid) and time.monotonic() < deadline:
+    while (left := process_group(server.pid)) and time.monotonic() < deadline:
         select.select([], [], [], 0.1)
+    if left:
+        print(f"ended {left}, which outlived their server", file=sys.stderr)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     status = server.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -79,6 +80,65 @@ def test_children_of_a_server_that_dies_are_ended(tmp_path: Path) -> None:
     with start(tmp_path, code) as engine:
         assert engine.wait_exit(timeout=30) == 0
         wait_until_gone(engine.pid, seconds=0)
+        assert "outlived their server" in engine.log_text()
+
+
+def test_a_kill_ends_all_processes_at_once(tmp_path: Path) -> None:
+    with start(tmp_path, SERVER) as engine:
+        engine.wait_healthy(timeout=30)
+        engine.kill()
+        wait_until_gone(engine.pid, seconds=0)
+        assert engine.wait_dead(timeout=1) == 128 + signal.SIGKILL
+        assert "outlived their server" not in engine.log_text()
+
+
+def test_a_frozen_server_answers_nobody_and_can_still_be_stopped(
+    tmp_path: Path,
+) -> None:
+    with start(tmp_path, SERVER) as engine:
+        engine.wait_healthy(timeout=30)
+        engine.freeze()
+        with pytest.raises(EngineError, match="still runs after 1 s"):
+            engine.wait_dead(timeout=1)
+        with pytest.raises(EngineError, match="not healthy"):
+            engine.wait_healthy(timeout=4)
+        engine.thaw()
+        engine.wait_healthy(timeout=60)
+        engine.freeze()
+        engine.kill()
+    wait_until_gone(engine.pid, seconds=0)
+
+
+def test_a_killed_supervisor_does_not_leave_its_server_behind(tmp_path: Path) -> None:
+    with start(tmp_path, SERVER) as engine:
+        engine.wait_healthy(timeout=30)
+        os.kill(parent_of(engine.pid), signal.SIGKILL)
+        engine.wait_dead(timeout=10)
+    wait_until_gone(engine.pid)
+
+
+def parent_of(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[1])
+
+
+def test_a_process_is_found_by_the_name_that_vllm_gives_it(tmp_path: Path) -> None:
+    code = """
+        import subprocess
+        subprocess.Popen(
+            ["bash", "-c", "exec -a VLLM::Worker_TP1 cat"], stdin=subprocess.PIPE
+        ).wait()
+    """
+    with start(tmp_path, code) as engine:
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(KeyError):
+                assert engine.process("Worker_TP1") in engine.pids()
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(KeyError, match="VLLM::EngineCore"):
+            engine.process("EngineCore")
 
 
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
