@@ -127,6 +127,18 @@ class Fleet:
                 started[name] = stack.enter_context(engine)
             yield started
 
+    @contextlib.contextmanager
+    def own_pair(
+        self, name: str, prefill: EngineSpec, decode: EngineSpec
+    ) -> Iterator[PrefillDecodePair]:
+        """Start a pair that its user may harm, and stop what is left of it."""
+        self.stop()
+        for role in ("prefill", "decode"):
+            self._note(f"{name}-{role}")
+        pair = PrefillDecodePair(name, prefill, self._log_dir, decode_spec=decode)
+        with pair:
+            yield pair
+
     def stop(self) -> None:
         """Stop the running pair."""
         while self._pairs:

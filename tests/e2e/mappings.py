@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,3 +67,37 @@ def straddling(found: list[Mapping], regions: list[tuple[int, int]]) -> list[str
 def kvpad_memory(pid: int) -> list[Mapping]:
     """The mappings in process ``pid`` of what kvpad's host driver allocated."""
     return [m for m in mappings(pid) if m.path.startswith("/memfd:kvpad")]
+
+
+def memory_files(pids: Iterable[int]) -> set[int]:
+    """Inodes of what kvpad's host driver allocated in the processes ``pids``."""
+    return {mapping.inode for pid in pids for mapping in kvpad_memory(pid)}
+
+
+def holders(inodes: set[int]) -> set[int]:
+    """The processes that map one of these memory files, or have one open."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        # Processes end while they are looked at, and others' are not for us to see.
+        with contextlib.suppress(OSError):
+            pid = int(entry.name)
+            held = memory_files([pid])
+            for link in (entry / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if os.readlink(link).startswith("/memfd:kvpad"):
+                        held.add(link.stat().st_ino)
+            if held & inodes:
+                found.add(pid)
+    return found
+
+
+def shared_memory(pids: Iterable[int]) -> set[Path]:
+    """The files in ``/dev/shm`` that the processes ``pids`` map."""
+    return {
+        Path(mapping.path)
+        for pid in pids
+        for mapping in mappings(pid)
+        if mapping.path.startswith("/dev/shm/")
+    }

@@ -8,7 +8,10 @@ vLLM finds it by this folder on ``PYTHONPATH`` and ``kvpad_probe`` in
 - A file ``corrupt`` in that folder: after the next transfer that this process reads,
   the sign bits of one transferred block are flipped in every layer, and the file is
   renamed to ``corrupted``.
-- ``KVPAD_PROBE_CHANGES``: a comma-separated list of names of ``change_*`` below.
+- Each transfer that this process begins to read, and each that it finds done, is a
+  line ``begun`` or ``done`` in ``transfers-<pid>``.
+- ``KVPAD_PROBE_CHANGES``: a comma-separated list of names of ``change_*`` below, each
+  alone or, for one rank, as ``rank1:name``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import functools
 import json
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,14 @@ from typing import Any
 def register() -> None:
     """Entry point; called once a process by vLLM."""
     # The front end and the engine core hold no cache.
-    if "Worker" not in multiprocessing.current_process().name:
+    process = multiprocessing.current_process()  # named VllmWorker-<rank>
+    if "Worker" not in process.name:
         return
     watch_nixl_agent(Path(os.environ["KVPAD_PROBE_DIR"]))
-    for name in filter(None, os.environ.get("KVPAD_PROBE_CHANGES", "").split(",")):
-        globals()[f"change_{name}"]()
+    for change in filter(None, os.environ.get("KVPAD_PROBE_CHANGES", "").split(",")):
+        rank, _, name = change.rpartition(":")
+        if not rank or process.name.endswith(rank.replace("rank", "-")):
+            globals()[f"change_{name}"]()
 
 
 def watch_nixl_agent(folder: Path) -> None:
@@ -66,9 +73,18 @@ def watch_nixl_agent(folder: Path) -> None:
         if operation == "READ":
             reads[id(result)] = [sides[id(local)][int(i)] for i in indices]
 
+    def note(event: str) -> None:
+        with (folder / f"transfers-{os.getpid()}").open("a") as file:
+            print(event, file=file)
+
+    def began(_: Any, handle: Any, *__: Any) -> None:
+        if id(handle) in reads:
+            note("begun")
+
     def checked(state: str, handle: Any) -> None:
         if state != "DONE" or (transferred := reads.pop(id(handle), None)) is None:
             return
+        note("done")
         try:
             (folder / "corrupt").rename(folder / "corrupted")
         except FileNotFoundError:
@@ -78,6 +94,7 @@ def watch_nixl_agent(folder: Path) -> None:
     after("register_memory", registered)
     after("prep_xfer_dlist", prepared)
     after("make_prepped_xfer", made)
+    after("transfer", began)
     after("check_xfer_state", checked)
 
 
@@ -121,3 +138,34 @@ def change_block_outermost_layout() -> None:
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(
         lambda cls: (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
     )
+
+
+def change_measured_path() -> None:
+    """Let this worker start as a GPU worker does: warm up, measure, adopt."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from measured_path_program import give_cpu_worker_a_gpu_workers_start
+
+    give_cpu_worker_a_gpu_workers_start(budget_mib=1200, resident_mib=40, facts={})
+
+
+def change_memory_is_taken() -> None:
+    """Let something else take the memory after ``KVPAD_PROBE_CHUNKS`` chunks.
+
+    What the driver then does about it is its own.
+    """
+    from vllm_kvpad.vmm import HostVmmDriver
+
+    chunks = int(os.environ["KVPAD_PROBE_CHUNKS"])
+    original = HostVmmDriver.create
+    created = 0
+
+    @functools.wraps(original)
+    def create(self: Any, size: int) -> int:
+        nonlocal created
+        if created == chunks:
+            self.free_memory = lambda: 1 << 20
+        handle = original(self, size)
+        created += 1
+        return handle
+
+    HostVmmDriver.create = create
