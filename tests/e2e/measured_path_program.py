@@ -42,13 +42,22 @@ def give_cpu_worker_a_gpu_workers_start(
     stock_warm_up = CPUWorker.compile_or_warm_up_model
 
     def determine_available_memory(self: Any) -> int:
-        supply = supply_of(self)
-        assert supply is not None
         # Set by the CPU platform; with it the size would be given.
         self.cache_config.kv_cache_memory_bytes = None
         self.requested_memory = budget_mib * MIB
         self.model_runner.model_memory_usage = 0
         self.init_snapshot = SimpleNamespace(free_memory=DEVICE_BYTES)
+
+        def profile() -> int:
+            # A collective with several ranks, as stock's is.
+            self.model_runner._dummy_run(64)
+            return int(self.available_kv_cache_memory_bytes)
+
+        supply = supply_of(self)
+        self.peak_activation_memory = PEAK_BYTES
+        self.available_kv_cache_memory_bytes = budget_mib * MIB - PEAK_BYTES
+        if supply is None:
+            return profile()
 
         def free_memory(driver: Any) -> int:
             committed = supply.cache.physical_bytes if supply.cache else 0
@@ -56,11 +65,7 @@ def give_cpu_worker_a_gpu_workers_start(
             return DEVICE_BYTES - committed - resident
 
         HostVmmDriver.free_memory = free_memory
-        self.peak_activation_memory = PEAK_BYTES
-        self.available_kv_cache_memory_bytes = budget_mib * MIB - PEAK_BYTES
-        facts["measured_bytes"] = supply.determine_available_memory(
-            self, lambda: self.available_kv_cache_memory_bytes
-        )
+        facts["measured_bytes"] = supply.determine_available_memory(self, profile)
         facts["warm_up_addresses"] = addresses(self.model_runner)
         return int(facts["measured_bytes"])
 
@@ -75,7 +80,8 @@ def give_cpu_worker_a_gpu_workers_start(
             return stock_warm_up(self)
 
         supply = supply_of(self)
-        assert supply is not None
+        if supply is None or supply.stepped_aside:
+            return warm_up()
         return supply.compile_or_warm_up_model(self, warm_up)
 
     CPUWorker.determine_available_memory = determine_available_memory
