@@ -335,6 +335,10 @@ class Engine:
         if not json.loads(self._http(path, {}))["success"]:
             raise EngineError(f"engine {self.name}: the prefix cache was not reset")
 
+    def metrics(self) -> str:
+        """All of ``/metrics``, in Prometheus' text format."""
+        return self._http("/metrics")
+
     def metric(self, name: str) -> float:
         """The sum of Prometheus samples called ``name`` over their labels.
 
@@ -342,7 +346,7 @@ class Engine:
             KeyError: The server exports no such metric.
         """
         pattern = re.compile(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", re.MULTILINE)
-        values = pattern.findall(self._http("/metrics"))
+        values = pattern.findall(self.metrics())
         if not values:
             raise KeyError(f"engine {self.name} exports no metric {name}")
         return sum(map(float, values))
@@ -351,7 +355,7 @@ class Engine:
         """Blocks of KV cache that the engine's scheduler deals out."""
         match = re.search(
             r'^vllm:cache_config_info\{.*num_gpu_blocks="(\d+)"',
-            self._http("/metrics"),
+            self.metrics(),
             re.MULTILINE,
         )
         if match is None:
@@ -369,7 +373,8 @@ class Engine:
     def supplied(self) -> list[dict[str, Any]]:
         """What kvpad logged about each worker's KV cache, in rank order.
 
-        Empty when the engine is stock, or kvpad stepped aside.
+        Empty when the engine is stock, or kvpad stepped aside. Ranks other than 0
+        are only there if the engine logs at level DEBUG.
         """
         found = [
             (int(rank[1]) if (rank := _TP_RANK.search(line)) else 0, match[1])

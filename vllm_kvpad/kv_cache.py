@@ -12,6 +12,7 @@ vLLM is imported by the methods that make its views and configurations only.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,8 @@ class ExtensibleKVCache:
         self._one_chunk_each = False
         self._released_blocks: int | None = None
         self._freed = False
+        self._num_commits = 0
+        self._commit_seconds = 0.0
 
     # --- What is there ---------------------------------------------------------------
 
@@ -129,6 +132,24 @@ class ExtensibleKVCache:
     def num_chunks(self) -> int:
         """Chunks that back the cache."""
         return self._reservation.num_chunks
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]:
+        """Address and bytes of every chunk that backs the cache, in address order."""
+        return [
+            (self.address + start, end - start)
+            for start, end in self._reservation.mapped_ranges
+        ]
+
+    @property
+    def num_commits(self) -> int:
+        """How many calls have mapped memory, :meth:`recommit` included."""
+        return self._num_commits
+
+    @property
+    def commit_seconds(self) -> float:
+        """Wall-clock seconds that those calls took in all."""
+        return self._commit_seconds
 
     @property
     def bytes_per_block(self) -> int:
@@ -299,25 +320,35 @@ class ExtensibleKVCache:
     def _grow(self, num_blocks: int) -> None:
         committed = self._ranges(self._committed_blocks)
         wanted = self._ranges(num_blocks)
-        # A block's bytes may lie in granules that are mapped for its predecessor, or
-        # for a neighbour, and nobody promised not to write beyond the committed.
-        self._reservation.zero_mapped(
-            (old_end, new_end)
-            for (_, old_end), (_, new_end) in zip(committed, wanted, strict=True)
-        )
         chunks_before = self._reservation.mapped_ranges
-        self._reservation.grow(wanted)
+        with self._counting_a_commit():
+            # A block's bytes may lie in granules that are mapped for its predecessor,
+            # or for a neighbour, and nobody promised not to write beyond the
+            # committed.
+            self._reservation.zero_mapped(
+                (old_end, new_end)
+                for (_, old_end), (_, new_end) in zip(committed, wanted, strict=True)
+            )
+            self._reservation.grow(wanted)
         if self._reservation.mapped_ranges != chunks_before:
             self._one_chunk_each = False
         self._committed_blocks = num_blocks
 
     def _remap(self, num_blocks: int, *, one_chunk_each: bool) -> None:
-        with self._discarding_contents():
+        with self._counting_a_commit(), self._discarding_contents():
             self._reservation.remap(
                 self._ranges(num_blocks), one_chunk_each=one_chunk_each
             )
         self._committed_blocks = num_blocks
         self._one_chunk_each = one_chunk_each
+
+    @contextmanager
+    def _counting_a_commit(self) -> Iterator[None]:
+        """Count what is done inside as one commit, if it succeeds."""
+        began = time.perf_counter()
+        yield
+        self._commit_seconds += time.perf_counter() - began
+        self._num_commits += 1
 
     @contextmanager
     def _discarding_contents(self) -> Iterator[None]:

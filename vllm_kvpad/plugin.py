@@ -4,10 +4,10 @@ vLLM calls :func:`register` in every process it starts: front end, engine core a
 workers. It is cheap there: two patches on how workers are made, so that only a
 process that really builds a worker imports the rest, and only once the engine's
 configuration is known. In a front end a third patch checks that configuration, so
-that a mistake ends the start before a model is looked at. Where vLLM has an extensible
-KV cache of its own, whose block counts the engine core decides on,
-``Executor.__init__`` is patched too: an executor is made where an engine core is,
-before any worker.
+that a mistake ends the start before a model is looked at, and a collector of metrics
+waits to be scraped. Where vLLM has an extensible KV cache of its own, whose block
+counts the engine core decides on, ``Executor.__init__`` is patched too: an executor is
+made where an engine core is, before any worker.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from vllm_kvpad.capabilities import ConnectorCapabilities
     from vllm_kvpad.config import KvpadConfig
 
+if TYPE_CHECKING:
+    from vllm_kvpad.capabilities import ConnectorCapabilities
+    from vllm_kvpad.config import KvpadConfig
+
 logger = get_logger(__name__)
 
 PLUGIN_NAME = "kvpad"
@@ -51,6 +55,9 @@ def register() -> None:
     """
     if not _is_switched_on():
         return
+    from vllm_kvpad import metrics
+
+    metrics.serve()
     # vLLM imports this module where it parses arguments, and loads plugins there
     # before it makes a configuration of them. Elsewhere it would cost seconds.
     if _ARGUMENTS in sys.modules:
@@ -64,7 +71,14 @@ def register() -> None:
     except PatchError as error:
         # Every process of the engine gets here; the first one speaks for all.
         if multiprocessing.parent_process() is None:
-            _warn_stepped_aside(str(error))
+            reason = str(error)
+            _warn_stepped_aside(reason)
+            # Of no engine in particular: none of them is known here.
+            metrics.publish(
+                lambda: metrics.EngineReport(
+                    mode=metrics.Mode.STEPPED_ASIDE, reason=reason
+                )
+            )
 
 
 def _is_switched_on() -> bool:
@@ -207,7 +221,7 @@ def take_charge_of(worker: Any) -> None:
         _objections[worker] = str(reason)
         return
     except (StepAside, PatchError) as error:
-        step_aside(config, str(error), speaks=worker.rank == 0)
+        step_aside(worker, config, str(error), capabilities, speaks=worker.rank == 0)
         _objections[worker] = str(error)
         return
     if worker.rank == 0:
@@ -248,13 +262,22 @@ def _settings(vllm_config: Any) -> tuple[KvpadConfig, ConnectorCapabilities] | N
     )
 
 
-def step_aside(config: Any, reason: str, *, speaks: bool) -> None:
-    """Say once per engine why vLLM runs as stock.
+def step_aside(
+    worker: Any,
+    config: KvpadConfig,
+    reason: str,
+    capabilities: ConnectorCapabilities,
+    *,
+    speaks: bool,
+) -> None:
+    """Say once per engine, in the log and in the metrics, why vLLM runs as stock.
 
     Args:
-        config: The operator's :class:`~vllm_kvpad.config.KvpadConfig`.
+        worker: One of the engine's.
+        config: The operator's settings.
         reason: For the log.
-        speaks: Whether it falls to this rank to write to the log.
+        capabilities: Of the configured connector.
+        speaks: Whether it falls to this rank to speak for the engine.
 
     Raises:
         RuntimeError: ``strict`` is set.
@@ -265,7 +288,14 @@ def step_aside(config: Any, reason: str, *, speaks: bool) -> None:
             "Remove the cause, unset strict, or set VLLM_KVPAD_DISABLE=1."
         )
     if speaks:
+        from vllm_kvpad.metrics import EngineReport, Mode, publish
+
         _warn_stepped_aside(reason)
+        publish(
+            lambda: EngineReport.of_worker(
+                worker, Mode.STEPPED_ASIDE, capabilities, reason=reason
+            )
+        )
 
 
 def _warn_stepped_aside(reason: str) -> None:

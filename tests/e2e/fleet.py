@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from checkpoint import ensure_checkpoint
 from engines import Engine, EngineSpec, Handover, PrefillDecodePair
@@ -68,6 +71,7 @@ class Fleet:
                 changes.append("block_outermost_layout")
             elif word == "tp2":
                 tensor_parallel = 2
+                env["VLLM_LOGGING_LEVEL"] = "DEBUG"  # rank 1 says nothing else
             else:
                 raise ValueError(f"configuration {name!r}: unknown word {word!r}")
         if name == "stock":
@@ -167,3 +171,56 @@ def registered_regions(folder: Path, pids: list[int]) -> dict[int, list[Any]]:
             lines = file.read_text().splitlines()
             regions[pid] = [region for line in lines for region in json.loads(line)]
     return regions
+
+
+def kvpad_samples(engine: Engine) -> dict[str, tuple[dict[str, str], float]]:
+    """Labels and value of each of kvpad's samples on ``/metrics``, by name."""
+    found = [
+        sample
+        for family in text_string_to_metric_families(engine.metrics())
+        for sample in family.samples
+        if "kvpad" in sample.name
+    ]
+    by_name = {sample.name: (sample.labels, sample.value) for sample in found}
+    assert len(by_name) == len(found)  # one engine, so one sample of each
+    return by_name
+
+
+def assert_metrics_are_the_logged_facts(engine: Engine) -> None:
+    """``/metrics`` says of rank 0 what the log says, under vLLM's labels."""
+    facts = engine.supplied()[0]
+    samples = kvpad_samples(engine)
+    for name, fact in (
+        ("committed_blocks", "blocks"),
+        ("capacity_blocks", "capacity_blocks"),
+        ("physical_bytes", "physical_bytes"),
+        ("padding_bytes", "padding_bytes"),
+        ("chunks", "chunks"),
+    ):
+        labels, value = samples.pop(f"vllm:kvpad_{name}")
+        assert labels == {"model_name": "model", "engine": "0"}
+        assert value == facts[fact], name
+    labels, value = samples.pop("vllm:kvpad_info")
+    assert value == 1
+    assert labels == {
+        "model_name": "model",
+        "engine": "0",
+        "mode": "supplied",
+        "reason": "",
+        "connector": facts["connector"] or "",
+        "registers_device_memory": str(facts["registers_device_memory"]).lower()
+        if facts["connector"]
+        else "",
+        "source": facts["source"] if facts["connector"] else "",
+    }
+    assert samples.pop("vllm:kvpad_commit_seconds_count")[1] == 1
+    assert 0 < samples.pop("vllm:kvpad_commit_seconds_sum")[1] < 60
+    assert samples == {}
+    assert engine.num_blocks() == facts["blocks"]
+
+
+def kvpad_lines(engine: Engine) -> list[str]:
+    """The log lines of any level that kvpad wrote."""
+    _, *log = engine.log_text().splitlines()  # the first is the command
+    model = str(engine.spec.model)  # its folder is named after the project
+    return [line for line in log if re.search(r"\bkvpad\b", line.replace(model, ""))]

@@ -123,6 +123,7 @@ def main() -> None:
         if options.get("plan_differently"):
             plan_differently_than_the_engine()
 
+    from prometheus_client import REGISTRY
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -132,6 +133,7 @@ def main() -> None:
         max_num_seqs=options.get("max_num_seqs", 4),
         block_size=32,
         enforce_eager=True,
+        disable_log_stats=False,
         kv_transfer_config=options.get("kv_transfer_config"),
         additional_config={"kvpad": {"margin_bytes": 0}} if options["plugin"] else {},
         **options.get("engine", {}),
@@ -151,6 +153,12 @@ def main() -> None:
         lora_request=lora,
     )
     worker = engine.llm_engine.model_executor.driver_worker.worker
+    facts["metrics"] = {
+        sample.name: sample.labels if sample.name.endswith("_info") else sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == "vllm:cache_config_info" or "kvpad" in sample.name
+    }
     facts["answers"] = [
         list(output.outputs[0].token_ids) if prompts else output.outputs[0].text
         for output in outputs

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fleet import MAX_TOKENS, Fleet
+from fleet import MAX_TOKENS, Fleet, assert_metrics_are_the_logged_facts
 from mappings import kvpad_memory
 
 from engines import Engine, EngineSpec
@@ -46,6 +47,11 @@ def engines(
             True, "SimpleCPUOffloadConnector", cpu_bytes_to_use=256 * MIB
         ),
     }
+    # As several API servers have it: /metrics is merged from files of all processes.
+    specs["kvpad-offload"] = dataclasses.replace(
+        specs["kvpad-offload"],
+        env={"PROMETHEUS_MULTIPROC_DIR": folder("prometheus")},
+    )
     with fleet.engines(specs) as started:
         for engine in started.values():
             engine.wait_healthy()
@@ -66,6 +72,13 @@ def test_blocks_and_bytes_are_stocks_and_nothing_is_padded(
     # Segments share granules: less than one is rounded up for the whole cache.
     held = sum(m.end - m.start for pid in engine.pids() for m in kvpad_memory(pid))
     assert 0 <= held - facts["committed_bytes"] < 2 * MIB
+
+
+@pytest.mark.parametrize("name", ["kvpad-files", "kvpad-offload"])
+def test_the_metrics_say_what_the_log_says(
+    engines: dict[str, Engine], name: str
+) -> None:
+    assert_metrics_are_the_logged_facts(engines[name])
 
 
 @pytest.mark.parametrize("name", ["kvpad-files", "kvpad-offload"])

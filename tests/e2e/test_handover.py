@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from fleet import MAX_TOKENS, Fleet, probe_environment, registered_regions
+from fleet import (
+    MAX_TOKENS,
+    Fleet,
+    assert_metrics_are_the_logged_facts,
+    kvpad_lines,
+    probe_environment,
+    registered_regions,
+)
 from mappings import covering, kvpad_memory, mappings, straddling
 
 from engines import EngineSpec, nixl
@@ -92,6 +99,20 @@ def test_the_log_says_what_was_supplied(fleet: Fleet) -> None:
     assert facts["padding_bytes"] > 0
     # 24 KiB pages meet 2 MiB granules every 256 blocks.
     assert facts["rounded_blocks"] == 1280
+
+
+def test_the_metrics_say_what_the_log_says(fleet: Fleet) -> None:
+    pair = fleet.pair("kvpad")
+    for engine in (pair.prefill, pair.decode):
+        assert_metrics_are_the_logged_facts(engine)
+
+
+def test_there_is_one_line_at_start_up_and_one_after_sizing(fleet: Fleet) -> None:
+    first, second = kvpad_lines(fleet.pair("kvpad").decode)
+    assert "INFO" in first
+    assert "kvpad supplies the KV cache; KV connector NixlConnector" in first
+    assert "INFO" in second
+    assert "kvpad: KV cache supplied: {" in second
 
 
 def test_flipped_bytes_in_one_transferred_block_change_the_text(fleet: Fleet) -> None:

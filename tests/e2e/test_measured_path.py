@@ -73,6 +73,27 @@ def test_registering_connector_gets_the_measured_count_in_one_chunk_each(
     assert facts["physical_bytes"] - nominal < facts["segments"] * facts["granule"]
 
 
+def test_log_and_metrics_have_the_final_count(registered: dict[str, Any]) -> None:
+    metrics, blocks = registered["metrics"], registered["blocks"]
+    assert metrics["vllm:cache_config_info"]["num_gpu_blocks"] == str(blocks)
+    assert metrics["vllm:kvpad_info"]["mode"] == "supplied"
+    assert metrics["vllm:kvpad_committed_blocks"] == blocks
+    assert metrics["vllm:kvpad_capacity_blocks"] == registered["capacity"]
+    assert metrics["vllm:kvpad_physical_bytes"] == registered["physical_bytes"]
+    assert metrics["vllm:kvpad_chunks"] == registered["segments"]
+    # What warm-up touched, then the final count in one chunk each.
+    assert metrics["vllm:kvpad_commit_seconds_count"] == 2
+    first, second = (x for x in registered["log"].splitlines() if "] kvpad" in x)
+    assert "kvpad supplies the KV cache" in first
+    supplied = json.loads(second.partition("KV cache supplied: ")[2])
+    assert supplied["blocks"] == blocks
+    assert supplied["size_from"] == "measurement after warm-up"
+    measured = supplied["measured"]
+    assert measured["budget_bytes"] == 1200 << 20
+    left = measured["budget_bytes"] - measured["resident_bytes"]
+    assert measured["left_bytes"] == left - measured["activation_peak_bytes"]
+
+
 def test_addresses_stay_and_nothing_of_warm_up_is_left(
     tmp_path: Path, stock_answers: list[str]
 ) -> None:
@@ -122,6 +143,6 @@ def test_plan_that_differs_from_the_warm_up_falls_back(
     )
     assert facts["answers"] == stock_answers
     assert facts["warm_ups"] == 2
-    assert "it warms up again" in facts["log"]
+    assert "measurement after warm-up, which runs again" in facts["log"]
     assert facts["blocks"] == facts["committed"] == facts["capacity"]
     assert all(facts["one_chunk_each"])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 import pytest
-from fleet import Fleet, probe_environment
+from fleet import Fleet, kvpad_lines, kvpad_samples, probe_environment
 from mappings import kvpad_memory
 
 from engines import Engine, nixl
@@ -63,8 +62,18 @@ def test_a_missing_patch_point_is_named_in_one_warning(
     assert "runs as stock" in line
 
 
-def kvpad_lines(engine: Engine) -> list[str]:
-    """The log lines of any level that kvpad wrote."""
-    _, *log = engine.log_text().splitlines()  # the first is the command
-    model = str(engine.spec.model)  # its folder is named after the project
-    return [line for line in log if re.search(r"\bkvpad\b", line.replace(model, ""))]
+@pytest.mark.parametrize("name", ["empty", "unset", "disabled"])
+def test_there_are_no_kvpad_metrics_when_it_is_off(
+    engines: dict[str, Engine], name: str
+) -> None:
+    assert "vllm:num_requests_running" in engines[name].metrics()
+    assert kvpad_samples(engines[name]) == {}
+
+
+def test_the_metrics_give_the_reason(engines: dict[str, Engine]) -> None:
+    ((name, (labels, value)),) = kvpad_samples(engines["unknown"]).items()
+    assert (name, value) == ("vllm:kvpad_info", 1)
+    assert labels["mode"] == "stepped_aside"
+    assert "Worker.sleep_mode_backend: not found" in labels["reason"]
+    assert labels["connector"] == "NixlConnector"
+    assert (labels["model_name"], labels["engine"]) == ("model", "0")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from fleet import Fleet, registered_regions
+from fleet import Fleet, assert_metrics_are_the_logged_facts, registered_regions
 from mappings import mappings, straddling
 
 pytestmark = pytest.mark.e2e
@@ -33,6 +35,25 @@ def test_both_ranks_commit_the_same_count(fleet: Fleet) -> None:
         assert first == second
         assert first["blocks"] == engine.num_blocks()
         assert first["committed_bytes"] == first["blocks"] * BYTES_PER_BLOCK_AND_RANK
+
+
+def test_the_metrics_are_those_of_one_rank(fleet: Fleet) -> None:
+    assert_metrics_are_the_logged_facts(fleet.pair("kvpad-tp2").decode)
+
+
+def test_each_rank_lists_its_segments_as_they_were_registered(fleet: Fleet) -> None:
+    decode = fleet.pair("kvpad-tp2").decode
+    mark = "kvpad: KV cache segments: "
+    listed = [
+        [(int(each["address"], 16), each["bytes"]) for each in json.loads(line)]
+        for line in (
+            x.partition(mark)[2] for x in decode.log_text().splitlines() if mark in x
+        )
+    ]
+    regions = registered_regions(fleet.probe_dir("kvpad-tp2"), decode.pids())
+    registered = [[tuple(each) for each in ranges] for ranges in regions.values()]
+    assert len(listed) == RANKS
+    assert sorted(listed) == sorted(registered)
 
 
 def test_each_ranks_regions_lie_in_one_mapping_each(fleet: Fleet) -> None:

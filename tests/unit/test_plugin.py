@@ -16,15 +16,18 @@ pytest.importorskip("vllm")
 
 from vllm.v1.worker.worker_base import WorkerBase
 
-from vllm_kvpad import plugin
+from vllm_kvpad import metrics, plugin
 from vllm_kvpad.config import KvpadConfigError
 from vllm_kvpad.hosts import native_cache
 
 
 @pytest.fixture(autouse=True)
-def unpatched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unpatched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.delenv("VLLM_KVPAD_DISABLE", raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "kvpad")
+    # How this process would serve metrics is not the subject here.
+    monkeypatch.setattr(metrics, "serve", lambda: None)
+    monkeypatch.setenv(metrics.DIRECTORY_VARIABLE, str(tmp_path))
     stock = WorkerBase.__init__
     yield
     plugin.engine_creation_patches.revert()
@@ -141,7 +144,9 @@ def test_registering_imports_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_vllm_is_left_alone_after_one_warning(
-    monkeypatch: pytest.MonkeyPatch, kvpad_log: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    kvpad_log: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     def __init__(self: Any, everything: Any) -> None: ...
 
@@ -157,6 +162,11 @@ def test_an_unknown_vllm_is_left_alone_after_one_warning(
     assert len(messages) == 1
     assert "vllm.v1.worker.worker_base:WorkerBase.__init__" in messages[0]
     assert "takes (self, everything)" in messages[0]
+    # And in the metrics, of whichever engine: none is known in this process.
+    (report,) = tmp_path.glob("engine-*.json")
+    said = metrics.EngineReport.model_validate_json(report.read_bytes())
+    assert said.mode is metrics.Mode.STEPPED_ASIDE
+    assert said.reason in messages[0]
 
 
 def test_wrong_settings_are_found_where_arguments_are_read(tmp_path: Path) -> None:

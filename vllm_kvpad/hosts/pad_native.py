@@ -228,7 +228,13 @@ def _place(worker: Any, planned: KVCacheConfig) -> _Placing | None:
         # The engine core found the same, and rounds.
         del _charges[worker]
         reason = f"the KV cache cannot be padded: {error}"
-        step_aside(charge.config, reason, speaks=worker.rank == 0)
+        step_aside(
+            worker,
+            charge.config,
+            reason,
+            charge.capabilities,
+            speaks=worker.rank == 0,
+        )
         return None
     return _Placing(planned, padded, layout, registers=True)
 

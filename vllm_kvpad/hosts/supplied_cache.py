@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvpad.hosts import StepAside, agreement, model_runners
 from vllm_kvpad.kv_cache import ExtensibleKVCache
 from vllm_kvpad.log import get_logger
+from vllm_kvpad.metrics import CacheFigures, EngineReport, Mode, publish
 from vllm_kvpad.placement import (
     block_alignment,
     kv_cache_segments,
@@ -104,6 +107,9 @@ class SuppliedKVCache:
         self.stepped_aside = False
         self._ranks_have_agreed = False
         self._warm_start: _WarmStart | None = None
+        self._size_from = "what was given"
+        self._measured: dict[str, int] | None = None
+        self._padding_bytes = 0
         self._adopted = False
         self._is_warming_up = False
         self.is_adopting = False
@@ -112,7 +118,7 @@ class SuppliedKVCache:
 
     def determine_available_memory(self, worker: Any, stock: Callable[[], int]) -> int:
         """Bytes the KV cache may take on this worker, measured after warm-up."""
-        self._agree()
+        self._agree(worker)
         if self.stepped_aside:
             return stock()
         plan: _Plan | None = None
@@ -123,14 +129,17 @@ class SuppliedKVCache:
         except (StepAside, VmmError) as error:
             objection = str(error)
         except _NotMeasured as reason:
-            logger.info("kvpad: the size is vLLM's own estimate: %s", reason)
+            self._size_from = f"vLLM's own estimate: {reason}"
+            logger.debug("kvpad: the size is %s", self._size_from)
         # Warm-up is full of collectives: every rank measures, or none does. All must
         # know the reason too, for with ``strict`` it ends them all.
         if objections := _from_every_rank(objection):
             self.close()
-            self._step_aside("; ".join(objections), speaks=worker.rank == 0)
+            self._step_aside(worker, "; ".join(objections), speaks=worker.rank == 0)
             return stock()
         if not _on_every_rank(plan is not None):
+            if plan is not None:
+                self._size_from = "vLLM's own estimate: another rank cannot measure"
             self.close()
             return stock()
         assert plan is not None
@@ -142,6 +151,7 @@ class SuppliedKVCache:
         # VLLM_ENABLE_STARTUP_PLAN may have given some ranks a size meanwhile. The
         # engine core takes the least of all, and a plan's size knows about graphs.
         if not _on_every_rank(not _size_is_given(worker)):
+            self._size_from = "vLLM's start-up plan"
             self.close()
             return without_graphs
         return self._measure(worker, plan, without_graphs)
@@ -153,7 +163,7 @@ class SuppliedKVCache:
         kv_cache_config: KVCacheConfig,
     ) -> None:
         """Commit the cache at its final size and register it with the connector."""
-        self._agree()
+        self._agree(worker)
         if self.stepped_aside or self._is_warming_up:
             return stock(kv_cache_config)
         if not kv_cache_config.kv_cache_tensors:
@@ -167,7 +177,7 @@ class SuppliedKVCache:
             driver = self._driver(worker)
             layout = self._layout(worker, kv_cache_config)
         except StepAside as reason:
-            self._step_aside(str(reason), speaks=worker.rank == 0)
+            self._step_aside(worker, str(reason), speaks=worker.rank == 0)
             return stock(kv_cache_config)
         self._initialize_given(worker, stock, kv_cache_config, driver, layout)
         return None
@@ -229,12 +239,14 @@ class SuppliedKVCache:
 
     # --- sleep and the end
 
-    def sleep_mode_backend(self, backend: Any) -> Any:
+    def sleep_mode_backend(self, worker: Any, backend: Any) -> Any:
         """Return ``backend`` extended to the supplied cache."""
         assert self.cache is not None
         from vllm_kvpad.hosts.sleep import CacheAwareSleepModeBackend
 
-        return CacheAwareSleepModeBackend(backend, self.cache)
+        return CacheAwareSleepModeBackend(
+            backend, self.cache, on_change=functools.partial(self._publish, worker)
+        )
 
     def close(self) -> None:
         """Give every byte back to the driver."""
@@ -270,7 +282,7 @@ class SuppliedKVCache:
             )
         return layout
 
-    def _agree(self) -> None:
+    def _agree(self, worker: Any) -> None:
         """Leave this worker to stock unless kvpad supplies every rank's cache."""
         if self._ranks_have_agreed:
             return
@@ -278,14 +290,14 @@ class SuppliedKVCache:
         objections, speaker = agreement.verdict()
         if objections:
             self._step_aside(
-                "; ".join(objections), speaks=agreement.global_rank() == speaker
+                worker, "; ".join(objections), speaks=agreement.global_rank() == speaker
             )
 
-    def _step_aside(self, reason: str, *, speaks: bool) -> None:
+    def _step_aside(self, worker: Any, reason: str, *, speaks: bool) -> None:
         from vllm_kvpad.plugin import step_aside
 
         self.stepped_aside = True
-        step_aside(self.config, reason, speaks=speaks)
+        step_aside(worker, self.config, reason, self.capabilities, speaks=speaks)
 
     def _placed(
         self, config: KVCacheConfig, layout: KVCacheLayout, driver: VmmDriver
@@ -316,14 +328,14 @@ class SuppliedKVCache:
             self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
         except ValueError as error:
             reason = f"the KV cache cannot be placed: {error}"
-            self._step_aside(reason, speaks=worker.rank == 0)
+            self._step_aside(worker, reason, speaks=worker.rank == 0)
             return stock(kv_cache_config)
         self._commit(
             placed.num_blocks, defragment=self.capabilities.registers_device_memory
         )
         with self._supplying():
             stock(placed)
-        self._log_supplied(layout, kv_cache_config, placed)
+        self._tell_what_was_supplied(worker, layout, kv_cache_config, placed)
         return None
 
     def _reserve_capacity(self, worker: Any) -> _Plan:
@@ -444,15 +456,21 @@ class SuppliedKVCache:
             max_model_len=worker.model_config.max_model_len,
             compilation_times=times,
         )
-        logger.info(
+        self._size_from = "measurement after warm-up"
+        self._measured = {
+            "budget_bytes": memory.budget_bytes,
+            "resident_bytes": memory.resident_bytes,
+            "warm_up_bytes": free_before_warm_up - memory.free_bytes,
+            "activation_peak_bytes": memory.transient_peak_bytes,
+            "left_bytes": memory.kv_cache_bytes,
+        }
+        logger.log(
+            # The engine core ends the start then, and no other line has the sum.
+            logging.INFO if blocks == 0 and worker.rank == 0 else logging.DEBUG,
             "kvpad: measured after warm-up: budget %s, resident %s (of which warm-up "
             "and CUDA graphs %s), activation peak %s, left for the KV cache %s: "
             "%d blocks of %d bytes",
-            _gib(memory.budget_bytes),
-            _gib(memory.resident_bytes),
-            _gib(free_before_warm_up - memory.free_bytes),
-            _gib(memory.transient_peak_bytes),
-            _gib(memory.kv_cache_bytes),
+            *map(_gib, self._measured.values()),
             blocks,
             bytes_per_block,
         )
@@ -500,8 +518,8 @@ class SuppliedKVCache:
         finally:
             self.is_adopting = False
         self._adopted = True
-        self._log_supplied(
-            self._layout(worker, final), warm.plan.planned, warm.plan.placed
+        self._tell_what_was_supplied(
+            worker, self._layout(worker, final), warm.plan.planned, warm.plan.placed
         )
 
     def _commit(self, num_blocks: int, *, defragment: bool) -> None:
@@ -528,19 +546,26 @@ class SuppliedKVCache:
             ) from error
 
     def _drop_warm_start(self, worker: Any) -> None:
-        logger.info(
-            "kvpad: the engine's plan differs from what this worker warmed up with; "
-            "it warms up again over a cache of the planned size"
+        self._size_from = (
+            "measurement after warm-up, which runs again: the engine's plan differs "
+            "from what was warmed up with"
         )
+        logger.debug("kvpad: the size is %s", self._size_from)
         model_runners.drop_kv_cache(worker.model_runner)
         self.close()
         self._warm_start = None
 
-    def _log_supplied(
-        self, layout: KVCacheLayout, planned: KVCacheConfig, placed: KVCacheConfig
+    def _tell_what_was_supplied(
+        self,
+        worker: Any,
+        layout: KVCacheLayout,
+        planned: KVCacheConfig,
+        placed: KVCacheConfig,
     ) -> None:
+        """Log and publish what this worker has now; rank 0 speaks for the engine."""
         cache = self.cache
         assert cache is not None
+        self._padding_bytes = padding_bytes(planned, placed)
         facts = {
             "host": "supply",
             "connector": self.capabilities.name,
@@ -556,12 +581,55 @@ class SuppliedKVCache:
             "committed_bytes": cache.num_committed_blocks * cache.bytes_per_block,
             "physical_bytes": cache.physical_bytes,
             "address_space_bytes": cache.size,
-            "padding_bytes": padding_bytes(planned, placed),
+            "padding_bytes": self._padding_bytes,
             "rounded_blocks": rounded_blocks(
                 cache.segments, cache.num_committed_blocks, cache.driver.granularity
             ),
+            "size_from": self._size_from,
         }
-        logger.info("kvpad: KV cache supplied: %s", json.dumps(facts))
+        if self._measured is not None:
+            facts["measured"] = self._measured
+        logger.log(
+            logging.INFO if worker.rank == 0 else logging.DEBUG,
+            "kvpad: KV cache supplied: %s",
+            json.dumps(facts),
+        )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "kvpad: KV cache segments: %s", json.dumps(_segments_and_chunks(cache))
+            )
+        self._publish(worker)
+
+    def _publish(self, worker: Any) -> None:
+        """Show the cache as it is now in the engine's metrics, if rank 0's."""
+        cache = self.cache
+        if cache is None or worker.rank != 0:
+            return
+        publish(
+            lambda: EngineReport.of_worker(
+                worker,
+                Mode.SUPPLIED,
+                self.capabilities,
+                cache=CacheFigures.of(cache, self._padding_bytes),
+            )
+        )
+
+
+def _segments_and_chunks(cache: ExtensibleKVCache) -> list[dict[str, Any]]:
+    """Address, committed bytes and chunks of each segment, to compare with what a
+    transport registered. Addresses are hexadecimal; a chunk is (address, bytes)."""
+    return [
+        {
+            "address": hex(start := cache.address + segment.offset),
+            "bytes": (size := segment.committed_bytes(cache.num_committed_blocks)),
+            "chunks": [
+                (hex(address), length)
+                for address, length in cache.chunks
+                if address < start + size and start < address + length
+            ],
+        }
+        for segment in cache.segments
+    ]
 
 
 class _NotMeasured(Exception):

@@ -152,7 +152,7 @@ def _sleep_mode_backend(original: property) -> property:
         supply = supply_of(self)
         if supply is None or supply.cache is None:
             return backend
-        return supply.sleep_mode_backend(backend)
+        return supply.sleep_mode_backend(self, backend)
 
     return property(sleep_mode_backend)
 

@@ -317,7 +317,7 @@ def _open_device(index: int) -> _Device:
         properties=properties,
     )
     _choose_handle_type(device, supports)
-    logger.info("KV cache memory comes from %s", device.description)
+    logger.debug("KV cache memory comes from %s", device.description)
     return device
 
 
