@@ -34,6 +34,7 @@ from fleet import PROBE, Fleet, probe_environment, registered_regions
 from mappings import kvpad_memory, mappings, straddling
 
 from engines import BLOCK_SIZE, Engine, EngineSpec, free_ports
+from mooncake_segments import mooncake_environment
 from prompts import prompts
 
 pytestmark = pytest.mark.e2e
@@ -195,24 +196,13 @@ def mooncake(libraries: str) -> Case:
 
 @pytest.fixture(scope="module")
 def mooncake_libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """``LD_LIBRARY_PATH`` with which Mooncake's wheel loads.
-
-    It wants the system's libibverbs, for TCP as well. NIXL's wheel brings one, under
-    another name.
-    """
-    spec = importlib.util.find_spec("mooncake")
-    if spec is None:
+    """``LD_LIBRARY_PATH`` with which Mooncake's wheel loads."""
+    if importlib.util.find_spec("mooncake") is None:
         if os.environ.get("KVPAD_REQUIRE_ENGINES") == "1":
             pytest.fail("not installed: mooncake-transfer-engine-non-cuda")
         pytest.skip("not installed: mooncake-transfer-engine-non-cuda")
-    nixl = importlib.util.find_spec("nixl_cu12")
-    assert nixl is not None
-    assert nixl.origin is not None
-    bundled = Path(nixl.origin).parent.with_name("nixl_cu12.libs")
-    (verbs,) = bundled.glob("libibverbs-*.so.*")
     folder = tmp_path_factory.mktemp("libraries")
-    (folder / "libibverbs.so.1").symlink_to(verbs)
-    return f"{folder}:{bundled}"
+    return mooncake_environment(folder)["LD_LIBRARY_PATH"]
 
 
 @pytest.fixture(scope="module", params=["push", "multi", "mooncake"])
