@@ -6,6 +6,8 @@ The demo (``prefill_decode.py``) and the end-to-end tests share this module:
   loopback, with ports that were free when it started and a log file.
 - :class:`PrefillDecodePair` is two of them that hand the KV cache over by NIXL.
 
+They run on this machine's CPU, or on the GPUs that an :class:`EngineSpec` names.
+
 Every server runs under a small supervisor (this file, run as a program) that
 watches a pipe from its parent: whatever ends the parent, SIGKILL included, also
 ends the server's whole group.
@@ -61,6 +63,10 @@ class EngineSpec:
         kv_transfer: ``--kv-transfer-config``, or None for no connector.
         additional: ``--additional-config``, or None.
         tensor_parallel: Worker processes.
+        gpus: CUDA devices, as ``CUDA_VISIBLE_DEVICES`` names them; none for vLLM's
+            CPU build. An engine has all of them to itself, a pair's engines one each,
+            or share a single one.
+        gpu_memory_utilization: Share of a GPU's memory that an engine may use.
         args: Further command-line arguments.
         env: Further environment variables.
     """
@@ -70,6 +76,8 @@ class EngineSpec:
     kv_transfer: Mapping[str, Any] | None = None
     additional: Mapping[str, Any] | None = None
     tensor_parallel: int = 1
+    gpus: tuple[str, ...] = ()
+    gpu_memory_utilization: float = 0.3
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -92,6 +100,8 @@ class EngineSpec:
             "--no-enable-prefix-caching",
             "--disable-uvicorn-access-log",
         ]
+        if self.gpus:
+            command += ["--gpu-memory-utilization", str(self.gpu_memory_utilization)]
         if self.kv_transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
         if self.additional is not None:
@@ -108,10 +118,20 @@ class EngineSpec:
         }
         if self.plugins is not None:
             inherited["VLLM_PLUGINS"] = ",".join(self.plugins)
+        if self.gpus:
+            device = {
+                "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
+                # Greedy decoding needs none, and it would be compiled first.
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            }
+        else:
+            device = {
+                "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            }
         return {
             **inherited,
-            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            **device,
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel_port),
@@ -436,12 +456,18 @@ class Handover:
     bytes_transferred: int
 
 
-def nixl(role: str) -> dict[str, Any]:
-    """``--kv-transfer-config`` of a NIXL engine; ``role`` as vLLM calls it."""
+def nixl(role: str, device: str = "cpu") -> dict[str, Any]:
+    """``--kv-transfer-config`` of a NIXL engine.
+
+    Args:
+        role: As vLLM calls it.
+        device: Where the engine's KV cache is, ``cpu`` or ``cuda``; NIXL moves it
+            from there, not by way of a buffer.
+    """
     return {
         "kv_connector": "NixlConnector",
         "kv_role": role,
-        "kv_buffer_device": "cpu",
+        "kv_buffer_device": device,
     }
 
 
@@ -458,35 +484,42 @@ class PrefillDecodePair:
     ) -> None:
         """Start both and wait until they are healthy.
 
-        They start at the same time, which is for CPU engines: those are told their
-        cache's size, while two that measure it on one GPU see each other grow.
+        They start at the same time, except on one GPU: two engines that measure
+        its memory must not see each other grow.
 
         Args:
             name: Prefix of the engines' names.
-            spec: What both run; its ``kv_transfer`` is replaced.
+            spec: What both run; its ``kv_transfer`` is replaced. Of two ``gpus`` the
+                first is for prefill and the second for decode.
             log_dir: Folder for the logs.
             progress: Told how starting goes.
             decode_spec: What the decode engine runs, if not the same.
 
         Raises:
             EngineError: One of them did not start; neither is left running.
+            ValueError: ``spec`` names more than two GPUs.
         """
+        if len(spec.gpus) > 2:
+            raise ValueError(f"a pair runs on one or two GPUs, not on {spec.gpus}")
         self.name = name
         self._log_dir = log_dir
         self._starts = 1
+        device = "cuda" if spec.gpus else "cpu"
         with contextlib.ExitStack() as stack:
-            self.prefill, self.decode = (
-                stack.enter_context(
-                    Engine(
-                        f"{name}-{part}",
-                        dataclasses.replace(own_spec, kv_transfer=nixl(role)),
-                        log_dir,
-                    )
+
+            def start(
+                part: str, role: str, own: EngineSpec, gpus: tuple[str, ...]
+            ) -> Engine:
+                own = dataclasses.replace(
+                    own, kv_transfer=nixl(role, device), gpus=gpus
                 )
-                for part, role, own_spec in [
-                    ("prefill", "kv_producer", spec),
-                    ("decode", "kv_consumer", decode_spec or spec),
-                ]
+                return stack.enter_context(Engine(f"{name}-{part}", own, log_dir))
+
+            self.prefill = start("prefill", "kv_producer", spec, spec.gpus[:1])
+            if len(spec.gpus) == 1:
+                self.prefill.wait_healthy(progress)
+            self.decode = start(
+                "decode", "kv_consumer", decode_spec or spec, spec.gpus[-1:]
             )
             self.prefill.wait_healthy(progress)
             self.decode.wait_healthy(progress)

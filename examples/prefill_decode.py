@@ -1,10 +1,13 @@
 """Real text prefilled in one vLLM and decoded in another, out of kvpad's KV cache.
 
 Runs eight prompts through a stock prefill/decode pair, then through a pair with
-``VLLM_PLUGINS=kvpad``, both on this machine's CPU with the KV cache handed over by
-NIXL, and prints what was the same and where the bytes lay:
+``VLLM_PLUGINS=kvpad``, with the KV cache handed over by NIXL, and prints what was the
+same and where the bytes lay. On this machine's CPU, and on GPUs in an environment with
+vLLM for CUDA:
 
     tox run -e demo
+    python examples/prefill_decode.py --gpus 0     # both engines on one GPU
+    python examples/prefill_decode.py --gpus 0,1   # one each
 
 Exit status: 0 if every text equals the stock pair's and no transfer failed, 1 if
 not, 2 if an engine did not start or died.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import signal
 import sys
 import tempfile
@@ -45,7 +49,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--logs", type=Path, help="folder for the engines' logs (default: a new one)"
     )
+    parser.add_argument(
+        "--gpus",
+        default="",
+        help="one or two CUDA devices, comma-separated (default: run on the CPU)",
+    )
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=EngineSpec.gpu_memory_utilization,
+        help="share of a GPU's memory for each engine (default: %(default)s)",
+    )
     arguments = parser.parse_args(argv)
+    gpus = tuple(filter(None, arguments.gpus.split(",")))
+    if len(gpus) > 2:
+        parser.error("--gpus names more than two devices")
     logs = (arguments.logs or Path(tempfile.mkdtemp(prefix="kvpad-demo-"))).absolute()
     console = Console(highlight=False)
     # A kill is an exception like any other: the engines are stopped on its way out.
@@ -55,8 +73,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         model = ensure_checkpoint(progress=console.print)
         console.print(f"engine logs: {logs}")
-        stock, stock_failed, _ = run_pair(console, "stock", EngineSpec(model), logs)
-        spec = EngineSpec(model, plugins=("kvpad",))
+        spec = EngineSpec(
+            model, gpus=gpus, gpu_memory_utilization=arguments.gpu_memory_utilization
+        )
+        stock, stock_failed, _ = run_pair(console, "stock", spec, logs)
+        spec = dataclasses.replace(spec, plugins=("kvpad",))
         padded, padded_failed, supplied = run_pair(console, "kvpad", spec, logs)
     except EngineError as error:
         console.print(Text(f"error: {error}", style="red"))

@@ -75,6 +75,29 @@ def test_anything_else_fails(pairs: dict[str, Any], tmp_path: Path, kvpad: Any) 
     assert prefill_decode.main(["--logs", str(tmp_path)]) == 1
 
 
+def test_both_pairs_run_on_the_gpus_that_are_named(
+    pairs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def run_pair(console: Any, name: str, spec: EngineSpec, logs: Path) -> Any:
+        ran.append((name, spec.gpus, spec.gpu_memory_utilization))
+        return pairs[name]
+
+    monkeypatch.setattr(prefill_decode, "run_pair", run_pair)
+    arguments = ["--gpus", "0,1", "--gpu-memory-utilization", "0.2"]
+    assert prefill_decode.main([*arguments, "--logs", str(tmp_path)]) == 0
+    assert ran == [("stock", ("0", "1"), 0.2), ("kvpad", ("0", "1"), 0.2)]
+
+
+def test_three_gpus_are_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        prefill_decode.main(["--gpus", "0,1,2", "--logs", str(tmp_path)])
+    assert "more than two" in capsys.readouterr().err
+
+
 def test_an_engine_that_does_not_start_is_another_status(
     pairs: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

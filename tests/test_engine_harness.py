@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from engines import Engine, EngineError, EngineSpec, free_ports, process_group
+import engines
+from engines import (
+    Engine,
+    EngineError,
+    EngineSpec,
+    PrefillDecodePair,
+    free_ports,
+    process_group,
+)
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -178,3 +186,59 @@ def test_a_killed_parent_takes_its_server_along(tmp_path: Path) -> None:
 def test_ports_are_free_consecutive_and_never_given_twice() -> None:
     first, second = free_ports(8), free_ports(8)
     assert set(range(first, first + 8)).isdisjoint(range(second, second + 8))
+
+
+def test_an_engine_on_gpus_sees_those_and_is_told_its_share() -> None:
+    spec = EngineSpec(Path("model"), gpus=("2", "3"), gpu_memory_utilization=0.25)
+    environment, command = spec.environment(1), spec.command(1)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.25"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
+
+
+def test_an_engine_on_the_cpu_is_told_its_caches_size() -> None:
+    spec = EngineSpec(Path("model"))
+    assert spec.environment(1)["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "--gpu-memory-utilization" not in spec.command(1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ((), ["start prefill", "start decode", "wait prefill", "wait decode"]),
+        # The second measures what the first has left.
+        (("0",), ["start prefill on 0", "wait prefill", "start decode on 0"]),
+        (("0", "1"), ["start prefill on 0", "start decode on 1", "wait prefill"]),
+    ],
+)
+def test_a_pair_starts_side_by_side_except_on_one_gpu(
+    gpus: tuple[str, ...],
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    done: list[str] = []
+
+    class Noting(Engine):
+        def __init__(self, name: str, spec: EngineSpec, log_dir: Path) -> None:
+            self.name = name.removeprefix("pair-")
+            done.append(" on ".join([f"start {self.name}", *spec.gpus]))
+            assert spec.kv_transfer is not None
+            device = "cuda" if spec.gpus else "cpu"
+            assert spec.kv_transfer["kv_buffer_device"] == device
+
+        def wait_healthy(self, *_: object) -> float:
+            done.append(f"wait {self.name}")
+            return 0.0
+
+        def stop(self) -> None: ...
+
+    monkeypatch.setattr(engines, "Engine", Noting)
+    with PrefillDecodePair("pair", EngineSpec(tmp_path, gpus=gpus), tmp_path):
+        assert done[: len(expected)] == expected
+
+
+def test_a_pair_on_three_gpus_is_refused(tmp_path: Path) -> None:
+    spec = EngineSpec(tmp_path, gpus=("0", "1", "2"))
+    with pytest.raises(ValueError, match="one or two GPUs"):
+        PrefillDecodePair("pair", spec, tmp_path)
