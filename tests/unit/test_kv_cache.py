@@ -457,6 +457,38 @@ def test_102_blocks_stay_102(driver: FaultyDriver) -> None:
     driver.assert_nothing_left()
 
 
+def test_commits_that_map_memory_are_counted_and_timed(driver: FaultyDriver) -> None:
+    cache = make_cache(driver, planned())
+    assert (cache.num_commits, cache.commit_seconds) == (0, 0)
+    for call, counted in (
+        (lambda: cache.commit(3), True),
+        (lambda: cache.commit(3), False),  # nothing to do
+        (lambda: cache.commit(11, defragment=True), True),
+        (cache.release_physical, False),
+        (cache.recommit, True),
+        (lambda: cache.commit(5, shrink=True), True),
+    ):
+        commits, seconds = cache.num_commits, cache.commit_seconds
+        call()
+        assert cache.num_commits == commits + counted
+        assert (cache.commit_seconds > seconds) == counted
+    assert cache.num_commits == 4
+    driver.fail(1)
+    with pytest.raises(VmmError):
+        cache.commit(20)
+    assert cache.num_commits == 4
+    cache.free()
+
+
+def test_chunks_are_what_the_kernel_has_mapped(driver: FaultyDriver) -> None:
+    cache = make_cache(driver, planned())
+    assert cache.chunks == []
+    cache.commit(11, defragment=True)
+    assert cache.chunks == [(m.start, m.end - m.start) for m in mapped_ranges(cache)]
+    assert len(cache.chunks) == cache.num_chunks == len(cache.segments)
+    cache.free()
+
+
 # --- Sleeping ----------------------------------------------------------------------
 
 

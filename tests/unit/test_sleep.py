@@ -94,3 +94,20 @@ def test_discard_drops_the_cache_only_where_it_is_named(cache: Any) -> None:
     assert cache.physical_bytes == 0
     backend.resume(["kv_cache"])
     assert cache.num_committed_blocks == 64
+
+
+def test_whoever_asked_is_told_when_the_cache_has_gone_or_come_back(
+    cache: Any,
+) -> None:
+    told: list[int] = []
+    backend = CacheAwareSleepModeBackend(
+        RecordingBackend(),
+        cache,
+        on_change=lambda: told.append(cache.num_committed_blocks),
+    )
+    backend.suspend()
+    backend.resume(["weights"])  # changes nothing
+    backend.resume()
+    backend.discard(("weights",))  # nor does this
+    backend.discard(("kv_cache",))
+    assert told == [0, 64, 0]
