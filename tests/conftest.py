@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def project_root() -> Path:
     """The checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many faults were really injected, if any were."""
+    faults = sys.modules.get("faults")
+    if faults is None or not faults.INJECTED:
+        return
+    kinds = ", ".join(f"{name} {n}" for name, n in sorted(faults.INJECTED.items()))
+    terminalreporter.section("driver faults")
+    terminalreporter.write_line(f"{faults.INJECTED.total()} injected: {kinds}")

@@ -200,7 +200,7 @@ class ExtensibleKVCache:
             )
         except VmmError as error:
             logger.warning(
-                "The driver does not know what backs a KV cache segment: %s", error
+                "The driver does not know what backs a KV cache segment: %s", str(error)
             )
             return False
 

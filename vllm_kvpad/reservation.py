@@ -35,6 +35,7 @@ class _Chunk:
     handle: int
     mapped: bool = False
     accessible: bool = False
+    being_written: bool = False
 
     @property
     def size(self) -> int:
@@ -186,12 +187,7 @@ class Reservation:
         with ExitStack() as undo:
             for start, end in plan:
                 self._memory.add_chunk(start, end, undo)
-                if not self._driver.fresh_memory_is_zero:
-                    # Runs while the next chunk is mapped. Nothing may be unmapped
-                    # while it is still being written.
-                    undo.callback(self._driver.synchronize)
-                    self._driver.zero(self.address + start, end - start)
-            self._driver.synchronize()
+            self._memory.wait()
             undo.pop_all()
 
     def _to_granules(self, ranges: Iterable[ByteRange]) -> list[ByteRange]:
@@ -234,6 +230,16 @@ class _Memory:
         chunk.mapped = True
         self.driver.set_access(self.address + start, chunk.size)
         chunk.accessible = True
+        if not self.driver.fresh_memory_is_zero:
+            # The device zeroes while the next chunk is mapped.
+            chunk.being_written = True
+            self.driver.zero(self.address + start, chunk.size)
+
+    def wait(self) -> None:
+        """Wait until the device writes to no chunk any more."""
+        self.driver.synchronize()
+        for chunk in self.chunks:
+            chunk.being_written = False
 
     def drop_unusable(self) -> None:
         """Finish what undoing an earlier failure left, before mapping there again."""
@@ -241,7 +247,7 @@ class _Memory:
 
     def clear(self) -> None:
         if self.chunks:
-            self.driver.synchronize()
+            self.wait()
             self._drop_all(self.chunks)
 
     def free(self) -> None:
@@ -274,6 +280,10 @@ class _Memory:
     def _drop(self, chunk: _Chunk) -> None:
         # Whether or not it goes now: its contents are nobody's any more.
         chunk.accessible = False
+        # Nothing may be unmapped under a device that writes to it: a chunk that could
+        # not be waited for is kept.
+        if chunk.being_written:
+            self.wait()
         if chunk.mapped:
             self.driver.unmap(self.address + chunk.start, chunk.size)
             chunk.mapped = False
@@ -285,7 +295,11 @@ class _Memory:
         try:
             self._drop(chunk)
         except VmmError as error:
-            logger.warning("A failed commit could not be undone at once: %s", error)
+            # Not the error itself: its traceback would keep the memory for as long
+            # as some handler keeps the record.
+            logger.warning(
+                "A failed commit could not be undone at once: %s", str(error)
+            )
 
 
 # --- Sets of byte ranges -----------------------------------------------------------

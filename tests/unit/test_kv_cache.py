@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import attention_spec, group_of, layer_names, plan, plan_uniform
+from small_caches import (
+    CAPACITY,
+    CPU,
+    LBHNC,
+    PAGE,
+    hybrid,
+    make_cache,
+    mixed,
+    planned,
+)
+from strategies import attention_spec, layer_names, plan_uniform
 from vllm.v1.kv_cache_interface import (
     HiSparseResidentSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
-    SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.simple_kv_offload import worker as offload
 from vllm.v1.worker.utils import allocate_kv_cache
 from vmm_probes import (
     GRANULE,
-    FaultyDriver,
+    FaultyHostDriver,
     Mapping,
     address_space,
     chunk_mappings,
@@ -39,65 +47,17 @@ from vmm_probes import (
 
 from vllm_kvpad import placement
 from vllm_kvpad.kv_cache import ExtensibleKVCache
-from vllm_kvpad.vmm import HostVmmDriver, VmmError, VmmUnsupportedError
+from vllm_kvpad.vmm import HostVmmDriver, VmmUnsupportedError
 
-LBHNC, LHBNC, BLHNC = KVCacheLayout.LBHNC, KVCacheLayout.LHBNC, KVCacheLayout.BLHNC
-CPU = torch.device("cpu")
-CAPACITY = 24
-PAGE = 20 << 10
-"""Bytes of the default spec's page: awkward to every power of two above 4 KiB."""
+LHBNC, BLHNC = KVCacheLayout.LHBNC, KVCacheLayout.BLHNC
 
 
 @pytest.fixture
-def driver() -> Iterator[FaultyDriver]:
-    driver = FaultyDriver()
+def driver() -> Iterator[FaultyHostDriver]:
+    driver = FaultyHostDriver()
     yield driver
     gc.collect()
     driver.assert_nothing_left()
-
-
-def make_cache(
-    driver: FaultyDriver,
-    config: KVCacheConfig,
-    layout: KVCacheLayout = LBHNC,
-    *,
-    padded: bool = True,
-) -> ExtensibleKVCache:
-    if padded:
-        config = placement.pad_kv_cache_segments(config, layout, driver.granularity)
-    return ExtensibleKVCache(config, layout, CPU, driver)
-
-
-def planned(
-    num_blocks: int = CAPACITY, layout: KVCacheLayout = LBHNC, num_layers: int = 3
-) -> KVCacheConfig:
-    """What the engine core plans for so many blocks."""
-    return plan_uniform(num_layers, num_blocks, layout)
-
-
-def hybrid(num_blocks: int, layout: KVCacheLayout = LBHNC) -> KVCacheConfig:
-    """Three full and two sliding-window layers overlaid on three regions."""
-    full = attention_spec()
-    sliding = SlidingWindowSpec(
-        block_size=full.block_size,
-        num_kv_heads=full.num_kv_heads,
-        head_size=full.head_size,
-        dtype=full.dtype,
-        sliding_window=64,
-    )
-    groups = [
-        group_of(dict.fromkeys(layer_names("full", 3), full)),
-        group_of(dict.fromkeys(layer_names("sliding", 2), sliding)),
-    ]
-    return plan(groups, layout, num_blocks)
-
-
-def mixed(num_blocks: int, layout: KVCacheLayout = LBHNC) -> KVCacheConfig:
-    """Layers with pages of three sizes in one group."""
-    sizes = [64, 80, 96, 64]
-    specs = [attention_spec(head_size=size) for size in sizes]
-    names = layer_names("mixed", len(sizes))
-    return plan([group_of(dict(zip(names, specs, strict=True)))], layout, num_blocks)
 
 
 def mapped_ranges(cache: ExtensibleKVCache) -> list[Mapping]:
@@ -144,7 +104,7 @@ def contents(cache: ExtensibleKVCache, first: int, last: int) -> set[int]:
 
 
 def test_a_new_cache_has_addresses_at_capacity_and_no_memory(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     config = planned()
     cache = make_cache(driver, config)
@@ -160,7 +120,7 @@ def test_a_new_cache_has_addresses_at_capacity_and_no_memory(
 
 
 def test_the_caller_may_change_its_configuration_afterwards(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     config = planned()
     original = copy.deepcopy(config)
@@ -183,12 +143,12 @@ def test_the_device_chooses_the_driver() -> None:
         ExtensibleKVCache(planned(), LBHNC, "meta")
 
 
-def test_a_model_without_a_kv_cache_is_refused(driver: FaultyDriver) -> None:
+def test_a_model_without_a_kv_cache_is_refused(driver: FaultyHostDriver) -> None:
     with pytest.raises(ValueError, match="no KV cache tensors"):
         ExtensibleKVCache(KVCacheConfig(1, [], []), LBHNC, CPU, driver)
 
 
-def test_tensors_of_several_allocations_are_refused(driver: FaultyDriver) -> None:
+def test_tensors_of_several_allocations_are_refused(driver: FaultyHostDriver) -> None:
     config = mixed(CAPACITY)
     config.kv_cache_tensors[0].size += 1
     with pytest.raises(ValueError, match="share one allocation"):
@@ -196,7 +156,7 @@ def test_tensors_of_several_allocations_are_refused(driver: FaultyDriver) -> Non
 
 
 def test_allocate_gives_the_whole_range_with_the_null_block_backed(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     cache = make_cache(driver, planned())
     tensor = cache.allocate(cache.size)
@@ -208,7 +168,7 @@ def test_allocate_gives_the_whole_range_with_the_null_block_backed(
     assert contents(cache, 0, 1) == {0}
 
 
-def test_allocate_keeps_what_is_committed(driver: FaultyDriver) -> None:
+def test_allocate_keeps_what_is_committed(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     cache.commit(7)
     fill(cache, 3)
@@ -217,7 +177,7 @@ def test_allocate_keeps_what_is_committed(driver: FaultyDriver) -> None:
     assert tensor[7 * PAGE - 1] == 3
 
 
-def test_allocate_of_another_size_is_refused(driver: FaultyDriver) -> None:
+def test_allocate_of_another_size_is_refused(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     with pytest.raises(ValueError, match=f"configured with {cache.size} bytes"):
         cache.allocate(cache.size - 1)
@@ -227,7 +187,7 @@ def test_allocate_of_another_size_is_refused(driver: FaultyDriver) -> None:
 @pytest.mark.parametrize("num_blocks", [-1, CAPACITY + 1])
 @pytest.mark.parametrize("defragment", [False, True])
 def test_a_count_outside_the_capacity_is_refused_and_changes_nothing(
-    driver: FaultyDriver, num_blocks: int, defragment: bool
+    driver: FaultyHostDriver, num_blocks: int, defragment: bool
 ) -> None:
     cache = make_cache(driver, planned())
     cache.commit(3)
@@ -244,7 +204,7 @@ def test_a_count_outside_the_capacity_is_refused_and_changes_nothing(
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("layout", [LBHNC, BLHNC])
 def test_exactly_the_footprint_is_held_at_every_count(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
     make: Callable[[int, KVCacheLayout], KVCacheConfig],
     padded: bool,
     layout: KVCacheLayout,
@@ -265,7 +225,9 @@ def test_exactly_the_footprint_is_held_at_every_count(
         )
 
 
-def test_growth_keeps_old_bytes_and_new_ones_read_zero(driver: FaultyDriver) -> None:
+def test_growth_keeps_old_bytes_and_new_ones_read_zero(
+    driver: FaultyHostDriver,
+) -> None:
     cache = make_cache(driver, planned())
     cache.commit(3)
     fill(cache, 5)
@@ -276,7 +238,7 @@ def test_growth_keeps_old_bytes_and_new_ones_read_zero(driver: FaultyDriver) -> 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_new_blocks_read_zero_even_where_someone_wrote_before_they_were_committed(
-    driver: FaultyDriver, padded: bool
+    driver: FaultyHostDriver, padded: bool
 ) -> None:
     cache = make_cache(driver, planned(), padded=padded)
     cache.commit(1)
@@ -290,7 +252,7 @@ def test_new_blocks_read_zero_even_where_someone_wrote_before_they_were_committe
 
 
 def test_new_blocks_read_zero_on_a_device_whose_fresh_memory_does_not() -> None:
-    driver = FaultyDriver(fresh_memory_is_zero=False)
+    driver = FaultyHostDriver(fresh_memory_is_zero=False)
     cache = make_cache(driver, planned())
     cache.commit(3)
     assert contents(cache, 0, 3) == {0}
@@ -303,7 +265,9 @@ def test_new_blocks_read_zero_on_a_device_whose_fresh_memory_does_not() -> None:
     driver.assert_nothing_left()
 
 
-def test_a_smaller_count_changes_nothing_unless_shrinking(driver: FaultyDriver) -> None:
+def test_a_smaller_count_changes_nothing_unless_shrinking(
+    driver: FaultyHostDriver,
+) -> None:
     cache = make_cache(driver, planned())
     cache.commit(9)
     fill(cache, 5)
@@ -320,7 +284,7 @@ def test_a_smaller_count_changes_nothing_unless_shrinking(driver: FaultyDriver) 
     assert cache.num_committed_blocks == memfd_bytes() == 0
 
 
-def test_shrinking_to_the_same_count_keeps_contents(driver: FaultyDriver) -> None:
+def test_shrinking_to_the_same_count_keeps_contents(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     cache.commit(9)
     fill(cache, 5)
@@ -331,7 +295,7 @@ def test_shrinking_to_the_same_count_keeps_contents(driver: FaultyDriver) -> Non
 @pytest.mark.parametrize("make", [planned, hybrid, mixed])
 @pytest.mark.parametrize("layout", [LBHNC, BLHNC])
 def test_a_defragmenting_commit_of_any_count_backs_each_segment_by_one_chunk(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
     make: Callable[[int, KVCacheLayout], KVCacheConfig],
     layout: KVCacheLayout,
 ) -> None:
@@ -352,7 +316,7 @@ def test_a_defragmenting_commit_of_any_count_backs_each_segment_by_one_chunk(
 
 
 def test_a_defragmenting_commit_that_moves_memory_reads_zero(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     cache = make_cache(driver, planned())
     cache.commit(2)
@@ -363,7 +327,7 @@ def test_a_defragmenting_commit_that_moves_memory_reads_zero(
 
 
 def test_defragmenting_what_is_not_fragmented_touches_nothing(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     cache = make_cache(driver, planned())
     cache.commit(9, defragment=True)
@@ -375,7 +339,7 @@ def test_defragmenting_what_is_not_fragmented_touches_nothing(
     assert contents(cache, 0, 9) == {5}
 
 
-def test_defragmenting_at_another_count_remaps(driver: FaultyDriver) -> None:
+def test_defragmenting_at_another_count_remaps(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     cache.commit(9, defragment=True)
     fill(cache, 5)
@@ -389,7 +353,7 @@ def test_defragmenting_at_another_count_remaps(driver: FaultyDriver) -> None:
 
 
 def test_growth_after_defragmenting_is_reported_as_fragmented(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     cache = make_cache(driver, planned())
     cache.commit(4, defragment=True)
@@ -399,7 +363,7 @@ def test_growth_after_defragmenting_is_reported_as_fragmented(
 
 
 def test_straddling_segments_of_an_unpadded_placement_are_reported(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     # 24 blocks of 20 KiB are 7.5 granules: the second segment starts in the middle
     # of one, which then belongs to the first segment's chunk.
@@ -417,7 +381,7 @@ def test_straddling_segments_of_an_unpadded_placement_are_reported(
     assert contents(cache, 0, CAPACITY) == {5}
 
 
-def test_the_check_asks_the_driver_and_not_the_books(driver: FaultyDriver) -> None:
+def test_the_check_asks_the_driver_and_not_the_books(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     cache.commit(9, defragment=True)
     segment = cache.segments[1]
@@ -437,16 +401,16 @@ def test_the_check_asks_the_driver_and_not_the_books(driver: FaultyDriver) -> No
     _forget_mappings(driver, cache)
 
 
-def _forget_mappings(driver: FaultyDriver, cache: ExtensibleKVCache) -> None:
+def _forget_mappings(driver: FaultyHostDriver, cache: ExtensibleKVCache) -> None:
     """Put chunks back so that giving them back finds what it expects."""
     for chunk in cache._reservation._memory.chunks:
         driver.inner.map(cache.address + chunk.start, chunk.size, chunk.handle)
     cache.free()
 
 
-def test_102_blocks_stay_102(driver: FaultyDriver) -> None:
+def test_102_blocks_stay_102(driver: FaultyHostDriver) -> None:
     """The reported case: 20 KiB pages, 32 layers, 2 MiB granules; rounding gives 0."""
-    driver = FaultyDriver(HostVmmDriver())
+    driver = FaultyHostDriver(HostVmmDriver())
     cache = make_cache(driver, planned(140, num_layers=32))
     cache.commit(102, defragment=True)
     assert cache.num_committed_blocks == 102
@@ -494,7 +458,7 @@ def test_chunks_are_what_the_kernel_has_mapped(driver: FaultyDriver) -> None:
 
 @pytest.mark.parametrize("defragment", [False, True])
 def test_sleep_returns_every_byte_and_wake_up_maps_zeros_as_before(
-    driver: FaultyDriver, defragment: bool
+    driver: FaultyHostDriver, defragment: bool
 ) -> None:
     cache = make_cache(driver, planned())
     cache.commit(11, defragment=defragment)
@@ -522,7 +486,7 @@ def test_sleep_returns_every_byte_and_wake_up_maps_zeros_as_before(
 
 
 def test_a_cache_defragmented_by_doing_nothing_wakes_up_defragmented(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     # At capacity one chunk covers all segments at once, which is defragmented too.
     cache = make_cache(driver, planned())
@@ -534,7 +498,7 @@ def test_a_cache_defragmented_by_doing_nothing_wakes_up_defragmented(
 
 
 def test_sleeping_twice_is_sleeping_and_waking_without_sleep_an_error(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     cache = make_cache(driver, planned())
     cache.commit(4)
@@ -546,7 +510,7 @@ def test_sleeping_twice_is_sleeping_and_waking_without_sleep_an_error(
     assert cache.num_committed_blocks == 4
 
 
-def test_a_sleeping_cache_says_what_to_do(driver: FaultyDriver) -> None:
+def test_a_sleeping_cache_says_what_to_do(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     cache.commit(4, defragment=True)
     cache.release_physical()
@@ -563,7 +527,7 @@ def test_a_sleeping_cache_says_what_to_do(driver: FaultyDriver) -> None:
     cache.free()
 
 
-def test_a_freed_cache_is_gone_and_says_so(driver: FaultyDriver) -> None:
+def test_a_freed_cache_is_gone_and_says_so(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     cache.commit(4)
     cache.free()
@@ -581,7 +545,7 @@ def test_a_freed_cache_is_gone_and_says_so(driver: FaultyDriver) -> None:
             act()
 
 
-def test_a_dropped_cache_goes_with_the_last_view(driver: FaultyDriver) -> None:
+def test_a_dropped_cache_goes_with_the_last_view(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     cache.commit(4, defragment=True)
     views = cache.committed_views(planned(4), LBHNC)
@@ -599,7 +563,7 @@ def test_a_dropped_cache_goes_with_the_last_view(driver: FaultyDriver) -> None:
     driver.assert_nothing_left()
 
 
-def test_two_caches_live_side_by_side(driver: FaultyDriver) -> None:
+def test_two_caches_live_side_by_side(driver: FaultyHostDriver) -> None:
     first, second = make_cache(driver, planned()), make_cache(driver, planned())
     first.commit(3)
     second.commit(5, defragment=True)
@@ -645,7 +609,7 @@ KERNEL_BLOCKS = [None, [8]]
 @pytest.mark.parametrize("layout", list(KVCacheLayout))
 @pytest.mark.parametrize("make", [planned, hybrid])
 def test_views_have_the_form_that_stock_gives_them(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
     layout: KVCacheLayout,
     make: Callable[[int, KVCacheLayout], KVCacheConfig],
 ) -> None:
@@ -670,7 +634,7 @@ def test_views_have_the_form_that_stock_gives_them(
 @pytest.mark.parametrize("layout", [LBHNC, KVCacheLayout.LBNHC])
 @pytest.mark.parametrize("make", [planned, mixed])
 def test_each_layer_of_a_layer_outermost_cache_has_a_storage_of_its_committed_bytes(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
     layout: KVCacheLayout,
     make: Callable[[int, KVCacheLayout], KVCacheConfig],
 ) -> None:
@@ -694,7 +658,7 @@ def test_each_layer_of_a_layer_outermost_cache_has_a_storage_of_its_committed_by
         assert view.sum() == view.numel()
 
 
-def test_layers_that_alias_share_one_storage(driver: FaultyDriver) -> None:
+def test_layers_that_alias_share_one_storage(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, hybrid(CAPACITY))
     cache.commit(7, defragment=True)
     views = cache.committed_views(hybrid(7), LBHNC)
@@ -711,7 +675,7 @@ def test_layers_that_alias_share_one_storage(driver: FaultyDriver) -> None:
 
 @pytest.mark.parametrize("layout", [BLHNC, KVCacheLayout.BLNHC, KVCacheLayout.BHLNC])
 def test_block_outermost_layers_share_one_storage_of_the_committed_blocks(
-    driver: FaultyDriver, layout: KVCacheLayout
+    driver: FaultyHostDriver, layout: KVCacheLayout
 ) -> None:
     cache = make_cache(driver, planned(layout=layout), layout)
     cache.commit(7, defragment=True)
@@ -727,7 +691,7 @@ def test_block_outermost_layers_share_one_storage_of_the_committed_blocks(
 
 
 def test_views_at_capacity_share_one_storage_at_the_addresses_of_the_committed_ones(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     cache = make_cache(driver, planned())
     cache.commit(2)
@@ -753,7 +717,9 @@ def test_views_at_capacity_share_one_storage_at_the_addresses_of_the_committed_o
         assert (views[name] == 2).all()
 
 
-def test_lhbnc_can_be_viewed_when_all_of_it_is_committed(driver: FaultyDriver) -> None:
+def test_lhbnc_can_be_viewed_when_all_of_it_is_committed(
+    driver: FaultyHostDriver,
+) -> None:
     config = planned(layout=LHBNC)
     cache = make_cache(driver, config, LHBNC, padded=False)
     cache.commit(CAPACITY - 1)
@@ -770,7 +736,7 @@ def test_lhbnc_can_be_viewed_when_all_of_it_is_committed(driver: FaultyDriver) -
 
 @pytest.mark.parametrize("layout", [LBHNC, BLHNC])
 def test_kernel_blocks_divide_the_views_as_stock_divides_them(
-    driver: FaultyDriver, layout: KVCacheLayout
+    driver: FaultyHostDriver, layout: KVCacheLayout
 ) -> None:
     spec = attention_spec(block_size=32)
     config = plan_uniform(1, CAPACITY, layout, spec)
@@ -788,7 +754,9 @@ def test_kernel_blocks_divide_the_views_as_stock_divides_them(
     assert len(plain) == 7
 
 
-def test_each_page_size_of_a_mixed_group_has_its_own_spec(driver: FaultyDriver) -> None:
+def test_each_page_size_of_a_mixed_group_has_its_own_spec(
+    driver: FaultyHostDriver,
+) -> None:
     cache = make_cache(driver, mixed(CAPACITY))
     cache.commit(3)
     views = cache.committed_views(mixed(3), LBHNC)
@@ -819,7 +787,7 @@ def raw_buffer_config(num_blocks: int, layout: KVCacheLayout) -> KVCacheConfig:
 
 
 def test_a_layer_without_views_gets_the_whole_committed_storage(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     cache = make_cache(driver, raw_buffer_config(CAPACITY, BLHNC), BLHNC)
     cache.commit(5)
@@ -834,7 +802,7 @@ def test_a_layer_without_views_gets_the_whole_committed_storage(
     assert cache.full_views(final, BLHNC)["raw"].shape == (cache.size,)
 
 
-def test_a_layer_without_views_needs_a_common_storage(driver: FaultyDriver) -> None:
+def test_a_layer_without_views_needs_a_common_storage(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, raw_buffer_config(CAPACITY, LBHNC))
     cache.commit(5)
     with pytest.raises(ValueError, match="'raw' lays out the whole KV cache by itself"):
@@ -844,7 +812,7 @@ def test_a_layer_without_views_needs_a_common_storage(driver: FaultyDriver) -> N
     )
 
 
-def test_views_of_something_else_are_refused(driver: FaultyDriver) -> None:
+def test_views_of_something_else_are_refused(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     with pytest.raises(RuntimeError, match="nothing committed"):
         cache.committed_views(planned(1), LBHNC)
@@ -901,7 +869,7 @@ def regions_of_cpu_offload(
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("layout", [LBHNC, KVCacheLayout.LBNHC, BLHNC])
 def test_a_connector_that_cuts_storages_finds_every_block_of_every_layer(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[int, KVCacheLayout], KVCacheConfig],
     padded: bool,
@@ -932,7 +900,7 @@ def test_a_connector_that_cuts_storages_finds_every_block_of_every_layer(
 @pytest.mark.parametrize("make", [planned, hybrid, mixed])
 @pytest.mark.parametrize("layout", [LBHNC, BLHNC])
 def test_a_connector_reads_the_bytes_of_a_block_off_its_configuration(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
     make: Callable[[int, KVCacheLayout], KVCacheConfig],
     layout: KVCacheLayout,
 ) -> None:
@@ -949,110 +917,15 @@ def test_a_connector_reads_the_bytes_of_a_block_off_its_configuration(
     ]
 
 
-def test_lhbnc_at_capacity_describes_its_common_storage(driver: FaultyDriver) -> None:
+def test_lhbnc_at_capacity_describes_its_common_storage(
+    driver: FaultyHostDriver,
+) -> None:
     config = planned(layout=LHBNC)
     cache = make_cache(driver, config, LHBNC, padded=False)
     cache.commit(CAPACITY)
     told = cache.connector_config(config, LHBNC)
     assert told == config
     assert told.kv_cache_tensors[0].layers is not config.kv_cache_tensors[0].layers
-
-
-# --- Faults ------------------------------------------------------------------------
-
-Scenario = Callable[[ExtensibleKVCache], None]
-
-SCENARIOS: dict[str, Scenario] = {
-    "commit": lambda cache: cache.commit(3),
-    "grow": lambda cache: cache.commit(11),
-    "defragment": lambda cache: cache.commit(9, defragment=True),
-    "defragment and grow": lambda cache: cache.commit(15, defragment=True),
-    "shrink": lambda cache: cache.commit(4, shrink=True),
-    "shrink to nothing": lambda cache: cache.commit(0, shrink=True),
-    "sleep": lambda cache: cache.release_physical(),
-    "wake": lambda cache: cache.recommit(),
-    "free": lambda cache: cache.free(),
-}
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.parametrize(
-    ("padded", "fresh_memory_is_zero"),
-    [(True, False), (False, True)],
-    ids=["padded, as on a GPU", "unpadded, as on the host"],
-)
-@pytest.mark.parametrize("times", [1, 1 << 30], ids=["one fault", "faults to the end"])
-def test_a_fault_at_any_driver_call_leaves_a_true_count_and_a_retry_that_works(
-    name: str, padded: bool, fresh_memory_is_zero: bool, times: int
-) -> None:
-    scenario = SCENARIOS[name]
-    for nth in itertools.count(1):
-        driver = FaultyDriver(fresh_memory_is_zero=fresh_memory_is_zero)
-        cache = make_cache(driver, planned(), padded=padded)
-        if name != "commit":
-            cache.commit(2)
-            cache.commit(9)  # fragmented
-            fill(cache, 5)
-        if name == "wake":
-            cache.release_physical()
-        held_before = memfd_bytes()
-        count_before = cache.num_committed_blocks
-
-        driver.fail(nth, times)
-        failed = False
-        try:
-            scenario(cache)
-        except VmmError:
-            failed = True
-        assert failed == (driver.faults > 0)
-        driver.heal()
-
-        assert_count_is_backed(cache)
-        if failed:
-            if name in ("commit", "grow"):
-                assert cache.num_committed_blocks == count_before
-                if count_before:
-                    assert contents(cache, 0, count_before) == {5}
-                if times == 1:
-                    assert memfd_bytes() == held_before
-            elif cache.num_committed_blocks:
-                # The wait before anything was unmapped has failed.
-                assert cache.num_committed_blocks == count_before
-                assert contents(cache, 0, count_before) == {5}
-                assert memfd_bytes() == held_before
-                assert not cache.is_released
-                assert nth == 1
-            scenario(cache)
-        expected = {
-            "commit": 3,
-            "grow": 11,
-            "defragment": 9,
-            "defragment and grow": 15,
-            "shrink": 4,
-            "wake": 9,
-        }.get(name, 0)
-        assert cache.num_committed_blocks == expected
-        assert_count_is_backed(cache)
-        assert cache.physical_bytes == cache.physical_bytes_for(expected)
-        if name == "grow":
-            assert contents(cache, 0, 9) == {5}
-            assert contents(cache, 9, 11) == {0}
-        elif expected:
-            assert contents(cache, 0, expected) == {0}
-        if padded and name.startswith("defragment"):
-            assert cache.segments_backed_by_one_chunk() == [True] * 3
-
-        cache.free()
-        driver.assert_nothing_left()
-        if not failed:
-            assert nth > 1
-            break
-
-
-def test_a_fault_while_reserving_leaves_nothing(driver: FaultyDriver) -> None:
-    driver.fail(1)
-    with pytest.raises(VmmError, match="injected: reserve"):
-        make_cache(driver, planned())
 
 
 # --- Any sequence ------------------------------------------------------------------
@@ -1073,7 +946,7 @@ def test_any_sequence_of_commits_keeps_count_footprint_and_contents(
     make: Callable[[int, KVCacheLayout], KVCacheConfig],
     layout: KVCacheLayout,
 ) -> None:
-    driver = FaultyDriver(fresh_memory_is_zero=False)
+    driver = FaultyHostDriver(fresh_memory_is_zero=False)
     cache = make_cache(driver, make(CAPACITY, layout), layout, padded=padded)
     for value, (count, defragment, shrink) in enumerate(counts, start=1):
         before = cache.num_committed_blocks

@@ -6,14 +6,14 @@ import gc
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vmm_probes import (
     GRANULE,
-    FaultyDriver,
+    FaultyHostDriver,
     address_space,
     chunk_mappings,
     is_accessible,
@@ -31,14 +31,14 @@ SIZE = 16 * GRANULE
 
 
 @pytest.fixture(params=[True, False], ids=["fresh is zero", "fresh is rubbish"])
-def driver(request: pytest.FixtureRequest) -> Iterator[FaultyDriver]:
-    driver = FaultyDriver(fresh_memory_is_zero=request.param)
+def driver(request: pytest.FixtureRequest) -> Iterator[FaultyHostDriver]:
+    driver = FaultyHostDriver(fresh_memory_is_zero=request.param)
     yield driver
     driver.assert_nothing_left()
 
 
 @pytest.fixture
-def reservation(driver: FaultyDriver) -> Iterator[Reservation]:
+def reservation(driver: FaultyHostDriver) -> Iterator[Reservation]:
     reservation = Reservation(driver, SIZE)
     yield reservation
     driver.heal()
@@ -70,14 +70,16 @@ def test_a_new_reservation_holds_addresses_and_no_memory(
     assert chunks(reservation) == []
 
 
-def test_the_range_is_whole_granules(driver: FaultyDriver) -> None:
+def test_the_range_is_whole_granules(driver: FaultyHostDriver) -> None:
     reservation = Reservation(driver, GRANULE + 1)
     assert reservation.size == 2 * GRANULE
     reservation.free()
 
 
 @pytest.mark.parametrize("size", [0, -GRANULE])
-def test_a_reservation_of_nothing_is_refused(driver: FaultyDriver, size: int) -> None:
+def test_a_reservation_of_nothing_is_refused(
+    driver: FaultyHostDriver, size: int
+) -> None:
     with pytest.raises(ValueError, match="bytes of address space"):
         Reservation(driver, size)
 
@@ -102,7 +104,7 @@ def test_growing_keeps_old_bytes_and_gives_zeros(reservation: Reservation) -> No
 
 
 def test_growing_into_what_is_mapped_creates_nothing(
-    driver: FaultyDriver, reservation: Reservation
+    driver: FaultyHostDriver, reservation: Reservation
 ) -> None:
     reservation.grow(in_granules((0, 2)))
     driver.log.clear()
@@ -139,19 +141,20 @@ def test_a_granule_shared_by_two_ranges_goes_to_the_lower_one(
 
 
 def test_zeroing_touches_mapped_bytes_of_the_ranges_only(
-    reservation: Reservation,
+    driver: FaultyHostDriver, reservation: Reservation
 ) -> None:
     reservation.grow(in_granules((0, 1), (2, 3)))
     write(reservation.address, GRANULE, 5)
     write(reservation.address + 2 * GRANULE, GRANULE, 5)
     reservation.zero_mapped([(10, 2 * GRANULE + 20)])
+    driver.synchronize()
     assert read(reservation.address, GRANULE) == b"\5" * 10 + bytes(GRANULE - 10)
     expected = bytes(20) + b"\5" * (GRANULE - 20)
     assert read(reservation.address + 2 * GRANULE, GRANULE) == expected
 
 
 def test_the_device_is_waited_for_before_anything_is_unmapped(
-    driver: FaultyDriver, reservation: Reservation
+    driver: FaultyHostDriver, reservation: Reservation
 ) -> None:
     reservation.grow(in_granules((0, 2)))
     driver.log.clear()
@@ -175,7 +178,7 @@ def test_a_range_outside_the_reservation_is_refused(
     assert chunks(reservation) == [(0, 1)]
 
 
-def test_a_freed_reservation_is_gone_and_says_so(driver: FaultyDriver) -> None:
+def test_a_freed_reservation_is_gone_and_says_so(driver: FaultyHostDriver) -> None:
     reservation = Reservation(driver, SIZE)
     reservation.grow(in_granules((0, 3), (4, 5)))
     reservation.free()
@@ -187,7 +190,7 @@ def test_a_freed_reservation_is_gone_and_says_so(driver: FaultyDriver) -> None:
         reservation.remap(in_granules((0, 1)), one_chunk_each=True)
 
 
-def test_a_dropped_reservation_gives_everything_back(driver: FaultyDriver) -> None:
+def test_a_dropped_reservation_gives_everything_back(driver: FaultyHostDriver) -> None:
     reservation = Reservation(driver, SIZE)
     reservation.grow(in_granules((0, 3), (4, 5)))
     del reservation
@@ -196,7 +199,7 @@ def test_a_dropped_reservation_gives_everything_back(driver: FaultyDriver) -> No
 
 
 def test_a_tensor_keeps_a_dropped_reservation_until_it_goes(
-    driver: FaultyDriver,
+    driver: FaultyHostDriver,
 ) -> None:
     reservation = Reservation(driver, SIZE)
     reservation.grow(in_granules((0, 1)))
@@ -209,7 +212,7 @@ def test_a_tensor_keeps_a_dropped_reservation_until_it_goes(
     driver.assert_nothing_left()
 
 
-def test_a_forked_child_frees_nothing_of_its_parent(driver: FaultyDriver) -> None:
+def test_a_forked_child_frees_nothing_of_its_parent(driver: FaultyHostDriver) -> None:
     reservation = Reservation(driver, SIZE)
     reservation.grow(in_granules((0, 1)))
     write(reservation.address, 8, 5)
@@ -228,7 +231,7 @@ def test_a_forked_child_frees_nothing_of_its_parent(driver: FaultyDriver) -> Non
 def test_what_a_dropped_reservation_cannot_give_back_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    driver = FaultyDriver()
+    driver = FaultyHostDriver()
     reservation = Reservation(driver, SIZE)
     logging.getLogger("vllm").propagate = True
     driver.fail(1)
@@ -257,100 +260,13 @@ def test_many_cycles_leave_mappings_descriptors_and_address_space_flat() -> None
     assert len(mappings(0, 1 << 64)) - before[1] < 10
 
 
-# --- Faults ------------------------------------------------------------------------
+# --- Faults, beside those of test_faults.py ------------------------------------------
 
 OLD = in_granules((0, 1.5), (4, 5))
-NEW = in_granules((0, 3), (4, 8), (10, 11))
-
-
-def every_fault(
-    fresh_memory_is_zero: bool, act: Callable[[Reservation], None]
-) -> Iterator[tuple[FaultyDriver, Reservation, int]]:
-    """Let each driver call of ``act`` fail in turn, alone and with all that follow.
-
-    Yields after the failure, with the driver healed, until no call is left to fail.
-    """
-    for times in (1, 1 << 30):
-        nth = 0
-        while True:
-            nth += 1
-            driver = FaultyDriver(fresh_memory_is_zero=fresh_memory_is_zero)
-            reservation = Reservation(driver, SIZE)
-            reservation.grow(OLD)
-            for start, end in OLD:
-                write(reservation.address + start, end - start, 5)
-            driver.fail(nth, times)
-            try:
-                act(reservation)
-            except VmmError:
-                assert driver.faults
-            else:
-                assert not driver.faults
-                driver.heal()
-                reservation.free()
-                driver.assert_nothing_left()
-                break
-            driver.heal()
-            yield driver, reservation, times
-            driver.assert_nothing_left()
-        assert nth > 1
-
-
-@pytest.mark.parametrize("fresh_memory_is_zero", [True, False])
-def test_a_failed_growth_changes_nothing_and_can_be_retried(
-    fresh_memory_is_zero: bool,
-) -> None:
-    for _, reservation, times in every_fault(
-        fresh_memory_is_zero, lambda r: r.grow(NEW)
-    ):
-        for start, end in OLD:
-            content = read(reservation.address + start, end - start)
-            assert content == b"\5" * (end - start)
-        if times == 1:  # where even undoing fails, chunks stay until the next call
-            assert chunks(reservation) == [(0, 2), (4, 5)]
-            assert memfd_bytes() == 3 * GRANULE
-        assert reservation.physical_bytes == memfd_bytes()
-        reservation.grow(NEW)
-        for start, end in NEW:
-            assert is_accessible(reservation.address + start, reservation.address + end)
-        assert read(reservation.address + 10 * GRANULE, GRANULE) == bytes(GRANULE)
-        assert memfd_bytes() == 8 * GRANULE
-        reservation.free()
-
-
-@pytest.mark.parametrize("fresh_memory_is_zero", [True, False])
-@pytest.mark.parametrize("one_chunk_each", [True, False])
-def test_a_failed_remapping_can_be_retried(
-    fresh_memory_is_zero: bool, one_chunk_each: bool
-) -> None:
-    def remap(reservation: Reservation) -> None:
-        reservation.remap(NEW, one_chunk_each=one_chunk_each)
-
-    for _, reservation, _ in every_fault(fresh_memory_is_zero, remap):
-        assert reservation.physical_bytes == memfd_bytes()
-        remap(reservation)
-        assert chunks(reservation) == [(0, 3), (4, 8), (10, 11)]
-        for start, end in NEW:
-            content = read(reservation.address + start, end - start)
-            assert content == bytes(end - start)
-        assert memfd_bytes() == 8 * GRANULE
-        reservation.free()
-
-
-@pytest.mark.parametrize("fresh_memory_is_zero", [True, False])
-@pytest.mark.parametrize("act", [Reservation.clear, Reservation.free])
-def test_a_failed_giving_back_resumes(
-    fresh_memory_is_zero: bool, act: Callable[[Reservation], None]
-) -> None:
-    for _, reservation, _ in every_fault(fresh_memory_is_zero, act):
-        assert reservation.physical_bytes == memfd_bytes()
-        act(reservation)
-        assert reservation.physical_bytes == memfd_bytes() == 0
-        reservation.free()
 
 
 def test_one_refused_unmapping_does_not_keep_the_other_chunks(
-    driver: FaultyDriver, reservation: Reservation
+    driver: FaultyHostDriver, reservation: Reservation
 ) -> None:
     reservation.grow(OLD)
     driver.fail(2)
@@ -365,7 +281,7 @@ def test_one_refused_unmapping_does_not_keep_the_other_chunks(
 
 
 def test_a_reservation_whose_range_is_refused_leaves_nothing() -> None:
-    driver = FaultyDriver()
+    driver = FaultyHostDriver()
     driver.fail(1)
     with pytest.raises(VmmError, match="injected: reserve"):
         Reservation(driver, SIZE)
