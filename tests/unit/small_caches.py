@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 from strategies import attention_spec, group_of, layer_names, plan, plan_uniform
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheTensor,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvpad import placement
@@ -60,3 +64,33 @@ def mixed(num_blocks: int, layout: KVCacheLayout = LBHNC) -> KVCacheConfig:
     specs = [attention_spec(head_size=size) for size in sizes]
     names = layer_names("mixed", len(sizes))
     return plan([group_of(dict(zip(names, specs, strict=True)))], layout, num_blocks)
+
+
+def gapped(num_blocks: int, layout: KVCacheLayout = LBHNC) -> KVCacheConfig:
+    """Three layers with gaps between them, and one more over the third region.
+
+    vLLM's planner leaves no gaps; its data classes can say them. Layers outermost
+    only.
+    """
+    spec = attention_spec()
+    spacing = num_blocks * spec.page_size_bytes + 5000
+    start = 512
+
+    def tensor(names: list[str], first: int) -> KVCacheTensor:
+        return KVCacheTensor(
+            size=start + 3 * spacing,
+            layers=names,
+            layer_stride=spacing,
+            block_stride=spec.page_size_bytes,
+            offset=start + first * spacing,
+        )
+
+    below, above = layer_names("below", 3), layer_names("above", 1)
+    return KVCacheConfig(
+        num_blocks,
+        [tensor(below, 0), tensor(above, 2)],
+        [
+            group_of(dict.fromkeys(below, spec)),
+            group_of(dict.fromkeys(above, spec)),
+        ],
+    )

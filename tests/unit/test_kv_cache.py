@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_caches import (
     CAPACITY,
     CPU,
@@ -926,52 +924,3 @@ def test_lhbnc_at_capacity_describes_its_common_storage(
     told = cache.connector_config(config, LHBNC)
     assert told == config
     assert told.kv_cache_tensors[0].layers is not config.kv_cache_tensors[0].layers
-
-
-# --- Any sequence ------------------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    counts=st.lists(
-        st.tuples(st.integers(0, CAPACITY), st.booleans(), st.booleans()), max_size=8
-    ),
-    padded=st.booleans(),
-    make=st.sampled_from([planned, hybrid, mixed]),
-    layout=st.sampled_from([LBHNC, BLHNC]),
-)
-def test_any_sequence_of_commits_keeps_count_footprint_and_contents(
-    counts: list[tuple[int, bool, bool]],
-    padded: bool,
-    make: Callable[[int, KVCacheLayout], KVCacheConfig],
-    layout: KVCacheLayout,
-) -> None:
-    driver = FaultyHostDriver(fresh_memory_is_zero=False)
-    cache = make_cache(driver, make(CAPACITY, layout), layout, padded=padded)
-    for value, (count, defragment, shrink) in enumerate(counts, start=1):
-        before = cache.num_committed_blocks
-        chunks_before = [m[:2] for m in mapped_ranges(cache)]
-        cache.commit(count, defragment=defragment, shrink=shrink)
-        after = cache.num_committed_blocks
-        assert after == (count if shrink else max(before, count))
-        assert_count_is_backed(cache)
-        assert cache.physical_bytes == cache.physical_bytes_for(after)
-        by_kernel = [chunk is not None for chunk in chunk_of_each_segment(cache)]
-        assert cache.segments_backed_by_one_chunk() == by_kernel
-        if padded and defragment and after:
-            assert all(by_kernel)
-        if after:
-            grown = after > before and not defragment
-            unchanged = after == before and (
-                not defragment or [m[:2] for m in mapped_ranges(cache)] == chunks_before
-            )
-            if grown and before:
-                assert contents(cache, 0, before) == {value - 1}
-                assert contents(cache, before, after) == {0}
-            elif unchanged:
-                assert contents(cache, 0, after) == {value - 1}
-            else:
-                assert contents(cache, 0, after) == {0}
-        fill(cache, value)
-    cache.free()
-    driver.assert_nothing_left()
