@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+DISTS = Path(__file__).parent / "dists"
 REQUIRE_ENGINES = "KVPAD_REQUIRE_ENGINES"
 """Set to 1 where vLLM and NIXL must be there: a missing one is then an error."""
 
@@ -32,6 +35,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def project_root() -> Path:
     """The checkout."""
     return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Installs a distribution of ``tests/dists`` with pip, once, offline."""
+    installed: dict[str, Path] = {}
+
+    def install(name: str) -> Path:
+        if name not in installed:
+            # pip builds in the source folder; that is not ours to litter.
+            source = tmp_path_factory.mktemp("source") / name
+            for path in (DISTS / name).rglob("*"):
+                if path.suffix in (".py", ".toml"):
+                    copy = source / path.relative_to(DISTS / name)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    copy.write_bytes(path.read_bytes())
+            target = tmp_path_factory.mktemp("site-packages")
+            subprocess.run(
+                [
+                    *(sys.executable, "-m", "pip", "install", "--quiet"),
+                    *("--no-index", "--no-deps", "--no-build-isolation"),
+                    *("--disable-pip-version-check", "--target", target, source),
+                ],
+                check=True,
+                timeout=300,
+            )
+            installed[name] = target
+        return installed[name]
+
+    return install
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

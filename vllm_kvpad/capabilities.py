@@ -42,6 +42,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,7 @@ from vllm_kvpad.connector_table import (
     row_of_name,
 )
 from vllm_kvpad.log import get_logger
+from vllm_kvpad.time_limit import within
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -67,6 +69,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 OVERRIDE_KEY = "additional_config.kvpad.registers_device_memory"
+
+TIME_LIMIT_SECONDS = 120.0
+"""How long an import or an answer of another package may take. Large libraries on a
+slow file system take half a minute; what takes longer waits for something."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +158,13 @@ def resolve(
     Raises:
         KvpadConfigError: ``overrides`` names a connector that is not configured, or
             the children of a ``MultiConnector`` are not a list of mappings.
-        TypeError: A malformed declaration; names class and attribute.
+        TypeError: A malformed declaration, which names class and attribute, or a
+            connector that is not a class.
         RuntimeError: A declaring classmethod raised; names class and attribute, with
-            the exception as its cause.
+            the exception as its cause. Or the connector's module ended the import by
+            something that is no Exception, such as SystemExit.
+        TimeoutError: An import or a classmethod of the connector took longer than
+            :data:`TIME_LIMIT_SECONDS`; names it.
         Exception: What vLLM's factory raises for a connector it cannot load, if the
             built-in table does not know the name either.
     """
@@ -265,19 +275,35 @@ def _load_class(config: KVTransferConfig) -> type | None:
     import, is not for kvpad to report: vLLM will. Anything else that fails to load
     raises as in vLLM.
     """
-    name = config.kv_connector
-    known = not config.kv_connector_module_path and row_of_name(str(name)) is not None
+    name = str(config.kv_connector)
+    module = config.kv_connector_module_path
+    known = not module and row_of_name(name) is not None
+    what = f"KV connector {name}" + (f" of module {module}" if module else "")
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import (
             KVConnectorFactory,
         )
 
-        loaded: type = KVConnectorFactory.get_connector_class(config)
-    except Exception as error:
-        if not known:
+        loaded: object = within(
+            TIME_LIMIT_SECONDS,
+            f"importing {what}",
+            lambda: KVConnectorFactory.get_connector_class(config),
+        )
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if known:
+            # vLLM will wait for it, too, and say nothing.
+            level = (
+                logging.WARNING if isinstance(error, TimeoutError) else logging.DEBUG
+            )
+            logger.log(level, "%s does not load here: %s", what, str(error))
+            return None
+        if isinstance(error, Exception):
             raise
-        logger.debug("KV connector %s does not load here: %s", name, error)
-        return None
+        raise RuntimeError(f"importing {what} raised {error!r}") from error
+    if not isinstance(loaded, type):
+        raise TypeError(f"{what}: expected a class, found {loaded!r}")
     return loaded
 
 
@@ -331,14 +357,16 @@ def _evaluate(
     try:
         bound = raw.__get__(None, connector_class)
         inspect.signature(bound).bind(config)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{where}: {expected}, found a classmethod that cannot be called with one "
             f"({error})"
         ) from None
     try:
-        value = bound(config)
-    except Exception as error:
+        value = within(TIME_LIMIT_SECONDS, where, lambda: bound(config))
+    except (KeyboardInterrupt, TimeoutError):
+        raise
+    except BaseException as error:
         raise RuntimeError(
             f"{where} raised {type(error).__name__}: {error}; it must return a bool "
             "for every KVTransferConfig"
@@ -355,16 +383,20 @@ def _evaluate(
 def plugin_manager() -> pluggy.PluginManager:
     """The third-party packages that answer, loaded from their entry points once.
 
-    A plugin that cannot be loaded, has an unknown hook, or one with arguments that
-    the hook does not have, is logged with its name and traceback and left out.
+    A plugin that cannot be loaded in time, has an unknown hook, or one with arguments
+    that the hook does not have, is logged with its name and traceback and left out.
     """
     manager = _new_manager()
     for entry_point in importlib.metadata.entry_points(group=hookspecs.PROJECT_NAME):
         name = entry_point.name
-        if entry_point.dist is not None:
-            name += f" ({entry_point.dist.name} {entry_point.dist.version})"
         try:
-            plugin = entry_point.load()
+            if entry_point.dist is not None:
+                name += f" ({entry_point.dist.name} {entry_point.dist.version})"
+            plugin = within(
+                TIME_LIMIT_SECONDS,
+                f"importing {entry_point.value}, entry point {entry_point.name},",
+                entry_point.load,
+            )
             # A rehearsal, because pluggy keeps the hooks it registered before the
             # one it rejects.
             rehearsal = _new_manager()
@@ -372,7 +404,9 @@ def plugin_manager() -> pluggy.PluginManager:
             rehearsal.check_pending()
             if not manager.is_registered(plugin):
                 manager.register(plugin, name=name)
-        except (Exception, SystemExit):
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # SystemExit, a panic of a Rust extension, ...
             logger.exception(
                 "kvpad ignores plugin %s (entry point %s): it does not load",
                 name,
@@ -399,8 +433,14 @@ def _hook(
     for implementation in reversed(hook.get_hookimpls()):
         others = [p for p in manager.get_plugins() if p is not implementation.plugin]
         try:
-            value = manager.subset_hook_caller(question.hook, others)(
-                connector_class=connector_class, kv_transfer_config=config
+            value = within(
+                TIME_LIMIT_SECONDS,
+                f"plugin {implementation.plugin_name}",
+                functools.partial(
+                    manager.subset_hook_caller(question.hook, others),
+                    connector_class=connector_class,
+                    kv_transfer_config=config,
+                ),
             )
             if value is None:
                 continue
@@ -409,7 +449,9 @@ def _hook(
                     f"expected a bool or None, it returned {value!r} "
                     f"({type(value).__name__})"
                 )
-        except Exception:
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             logger.exception(
                 "kvpad ignores plugin %s: its %s failed for %s",
                 implementation.plugin_name,

@@ -125,6 +125,27 @@ class KvpadConfig(BaseModel):
             raise KvpadConfigError("\n".join(lines)) from None
 
 
+def misspelt_key(additional_config: object) -> str | None:
+    """A key of ``additional_config`` that was probably meant to be ``kvpad``.
+
+    Other keys belong to others, so an unknown one is no error; but one that differs
+    from ``kvpad`` by a slip would otherwise have no effect and no trace. None if
+    ``kvpad`` itself is there, or nothing is like it.
+    """
+    if not isinstance(additional_config, Mapping):
+        return None
+    keys = [key for key in additional_config if isinstance(key, str)]
+    if ADDITIONAL_CONFIG_KEY in keys:
+        return None
+    for key in keys:
+        letters = "".join(filter(str.isalnum, key.casefold()))
+        likeness = difflib.SequenceMatcher(None, letters, ADDITIONAL_CONFIG_KEY)
+        # One letter dropped, doubled, changed or swapped; or a prefix ("vllm_kvpad").
+        if likeness.ratio() >= 0.8 or ADDITIONAL_CONFIG_KEY in letters:
+            return key
+    return None
+
+
 def disabled_by_environment(environ: Mapping[str, str] | None = None) -> bool:
     """Whether ``VLLM_KVPAD_DISABLE`` turns kvpad off.
 

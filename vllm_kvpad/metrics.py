@@ -142,25 +142,29 @@ class EngineReport(pydantic.BaseModel, frozen=True):
         cls,
         worker: Any,
         mode: Mode,
-        capabilities: ConnectorCapabilities,
+        capabilities: ConnectorCapabilities | None,
         *,
         reason: str = "",
         cache: CacheFigures | None = None,
     ) -> EngineReport:
         """A report in the name of ``worker``'s engine (a vLLM ``WorkerBase``)."""
         config = worker.vllm_config
-        has_connector = capabilities.name is not None
-        registers = str(capabilities.registers_device_memory).lower()
+        about_connector = {}
+        if capabilities is not None and capabilities.name is not None:
+            registers = str(capabilities.registers_device_memory).lower()
+            about_connector = {
+                "connector": capabilities.name,
+                "registers_device_memory": registers,
+                "source": capabilities.source,
+            }
         return cls(
             model_name=config.model_config.served_model_name,
             # Not data_parallel_rank: that is 0 in every engine of a dense model.
             engine=str(config.parallel_config.data_parallel_index),
             mode=mode,
             reason=reason,
-            connector=capabilities.name or "",
-            registers_device_memory=registers if has_connector else "",
-            source=capabilities.source if has_connector else "",
             cache=cache,
+            **about_connector,
         )
 
 

@@ -80,9 +80,14 @@ class PatchPoint:
 
         Raises:
             PatchError: As :meth:`find`, or the parameters differ, or the code lacks a
-                name; the message names the target and what was found.
+                name, or what is there is another package's and not a wrapper of the
+                target's own (``functools.wraps``); the message names the target and
+                what was found.
         """
         owner, name, value = self.find()
+        module = _module_of(value)
+        package = self.target.partition(":")[0].partition(".")[0]
+        is_foreign = module.partition(".")[0] != package
         found = _parameters(value)
         if found is None or not self._takes(found):
             names = [f"<{type(value).__name__}>"] if found is None else found
@@ -90,6 +95,12 @@ class PatchPoint:
             raise PatchError(
                 f"{self.target}: takes ({', '.join(names)}), "
                 f"expected ({', '.join(more)})"
+                + (f"; it was replaced by {module}" if is_foreign else "")
+            )
+        if is_foreign:
+            raise PatchError(
+                f"{self.target}: replaced by {module}, by something that does not "
+                "wrap the original (functools.wraps)"
             )
         if missing := sorted(set(self.mentions) - _names_in_code(value)):
             raise PatchError(
@@ -118,17 +129,15 @@ def _is_optional(parameter: inspect.Parameter) -> bool:
 
 def _parameters(value: Any) -> dict[str, inspect.Parameter] | None:
     """Parameters by name, in order; None for what cannot be called."""
-    if isinstance(value, property):
-        value = value.fget
-    if not callable(value):
+    function = _function_of(value)
+    if not callable(function):
         return None
-    return dict(inspect.signature(value).parameters)
+    return dict(inspect.signature(function).parameters)
 
 
 def _names_in_code(value: Any) -> set[str]:
     """Every name and string in a function's code, parameters and nested ones too."""
-    if isinstance(value, property):
-        value = value.fget
+    value = _function_of(value)
     if isinstance(value, type):
         value = inspect.getattr_static(value, "__init__")
     code = getattr(inspect.unwrap(value), "__code__", None)
@@ -146,6 +155,25 @@ def _strings_of(code: CodeType) -> Iterator[str]:
             yield from _strings_of(constant)
         elif isinstance(constant, tuple):  # names of keyword arguments
             pending += constant
+
+
+def _function_of(value: Any) -> Any:
+    return value.fget if isinstance(value, property) else value
+
+
+def _module_of(value: Any, *, unwrapped: bool = True) -> str:
+    """The module whose code ``value`` is; by default beneath all wrappers.
+
+    Not by ``__module__``, which a wrapper takes over from what it wraps; a class can
+    only be asked for that.
+    """
+    function = _function_of(value)
+    if isinstance(function, type):
+        return function.__module__
+    if unwrapped and callable(function):
+        function = inspect.unwrap(function)
+    namespace = getattr(function, "__globals__", None) or {}
+    return str(namespace.get("__name__", type(function).__module__))
 
 
 @dataclass(frozen=True)
@@ -182,6 +210,22 @@ class _Applied:
         setattr(self.owner, self.name, self.original)
         if self.everywhere:
             _replace_imported(self.owner, self.replacement, self.original)
+
+    @property
+    def current(self) -> Any:
+        return inspect.getattr_static(self.owner, self.name, None)
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether calls still get to the replacement, through wrappers or at once."""
+        function, replacement = map(_function_of, (self.current, self.replacement))
+        while function is not None and function is not replacement:
+            function = getattr(function, "__wrapped__", None)
+        return function is not None
+
+    def __str__(self) -> str:
+        module = _module_of(self.current, unwrapped=False)
+        return f"{self.owner.__name__}.{self.name} (by {module})"
 
 
 def _replace_imported(home: ModuleType, old: Any, new: Any) -> None:
@@ -234,9 +278,13 @@ class PatchSet:
         """Replace every target. Applying an applied set changes nothing.
 
         Raises:
-            PatchError: A point is not as expected; nothing was replaced.
+            PatchError: A point is not as expected; nothing was replaced. Or this set
+                was applied before, and somebody has put something else in the place
+                of a replacement since.
         """
         if self._applied:
+            if lost := self.lost():
+                raise PatchError("; ".join(lost))
             return
         if problems := self.problems():
             raise PatchError("; ".join(problems))
@@ -252,6 +300,17 @@ class PatchSet:
             self._restore()
             raise
 
+    def lost(self) -> list[str]:
+        """One line for every replacement that calls do not get to any more.
+
+        A wrapper around a replacement (``functools.wraps``) does not lose it.
+        """
+        return [
+            f"{applied}: replaced after kvpad had patched it"
+            for applied in self._applied
+            if not applied.is_in_force
+        ]
+
     def revert(self) -> None:
         """Put every original back. Reverting an unapplied set changes nothing.
 
@@ -261,10 +320,9 @@ class PatchSet:
                 is restored.
         """
         wrapped = [
-            f"{applied.owner.__name__}.{applied.name}"
+            str(applied)
             for applied in self._applied
-            if inspect.getattr_static(applied.owner, applied.name, None)
-            is not applied.replacement
+            if applied.current is not applied.replacement
         ]
         if wrapped:
             raise PatchError(f"replaced by someone else since: {', '.join(wrapped)}")

@@ -199,30 +199,35 @@ def creation_patches() -> tuple[PatchSet, ...]:
 def take_charge_of(worker: Any) -> None:
     """Give ``worker`` (a vLLM ``WorkerBase``) a KV cache from kvpad, or step aside.
 
+    kvpad also steps aside where code that is neither its own nor vLLM's fails: the
+    connector's, or that of a platform's ``additional_config``.
+
     Raises:
         KvpadConfigError: ``additional_config["kvpad"]`` is not valid.
         RuntimeError: kvpad would have to step aside and ``strict`` is set.
     """
+    from vllm_kvpad.config import KvpadConfig
     from vllm_kvpad.hosts import NothingToDo, StepAside, check_in_use, select_host
 
     vllm_config = worker.vllm_config
-    settings = _settings(vllm_config)
-    if settings is None:
-        _objections[worker] = "kvpad is switched off by additional_config"
-        return
-    config, capabilities = settings
+    config = KvpadConfig()
+    capabilities: ConnectorCapabilities | None = None
     try:
+        config = _settings_of(vllm_config, warn=worker.rank == 0)
+        if not config.enabled:
+            raise NothingToDo("switched off by additional_config")
         check_in_use(vllm_config)
+        capabilities = _capabilities_of(vllm_config, config)
         host = select_host()
         host.install(worker, config, capabilities)
     except NothingToDo as reason:
+        _objections[worker] = str(reason)
         if worker.rank == 0:
             logger.info("kvpad does nothing: %s", reason)
-        _objections[worker] = str(reason)
         return
     except (StepAside, PatchError) as error:
-        step_aside(worker, config, str(error), capabilities, speaks=worker.rank == 0)
         _objections[worker] = str(error)
+        step_aside(worker, config, str(error), capabilities, speaks=worker.rank == 0)
         return
     if worker.rank == 0:
         logger.info("kvpad %s; %s", host.promise, capabilities.describe())
@@ -238,35 +243,83 @@ def take_charge_of_engine(vllm_config: Any) -> None:
     """
     from vllm_kvpad.hosts import NothingToDo, StepAside, check_in_use, select_host
 
-    settings = _settings(vllm_config)
-    if settings is None:
-        return
     try:
+        config = _settings_of(vllm_config, warn=False)
+        if not config.enabled:
+            raise NothingToDo("switched off by additional_config")
         check_in_use(vllm_config)
-        select_host().install_in_engine(vllm_config, *settings)
+        capabilities = _capabilities_of(vllm_config, config)
+        select_host().install_in_engine(vllm_config, config, capabilities)
     except (NothingToDo, StepAside, PatchError) as reason:
         logger.debug("nothing is done to the engine core: %s", reason)
 
 
-def _settings(vllm_config: Any) -> tuple[KvpadConfig, ConnectorCapabilities] | None:
-    """The operator's settings and the connector's capabilities; None: switched off."""
-    from vllm_kvpad.capabilities import resolve
-    from vllm_kvpad.config import KvpadConfig
+def _settings_of(vllm_config: Any, *, warn: bool) -> KvpadConfig:
+    """The operator's settings.
 
-    config = KvpadConfig.from_additional_config(vllm_config.additional_config)
-    if not config.enabled:
-        logger.debug("switched off by additional_config")
-        return None
-    return config, resolve(
-        vllm_config.kv_transfer_config, overrides=config.registers_device_memory
+    Raises:
+        KvpadConfigError: They are not valid.
+        StepAside: ``additional_config`` cannot be read.
+    """
+    from vllm_kvpad.config import (
+        ADDITIONAL_CONFIG_KEY,
+        KvpadConfig,
+        KvpadConfigError,
+        misspelt_key,
     )
+    from vllm_kvpad.hosts import StepAside
+
+    additional_config = vllm_config.additional_config
+    try:
+        config = KvpadConfig.from_additional_config(additional_config)
+        misspelt = misspelt_key(additional_config)
+    except KvpadConfigError:
+        raise
+    except Exception as error:  # an object of the platform's, with code of its own
+        kind = type(additional_config).__qualname__
+        raise StepAside(
+            f"additional_config ({kind}) cannot be read: {_shown(error)}"
+        ) from error
+    if misspelt is not None and warn:
+        logger.warning(
+            "kvpad does not know the key %r of additional_config; did you mean %r?",
+            misspelt,
+            ADDITIONAL_CONFIG_KEY,
+        )
+    return config
+
+
+def _capabilities_of(vllm_config: Any, config: KvpadConfig) -> ConnectorCapabilities:
+    """What the configured connector does with the cache.
+
+    Raises:
+        KvpadConfigError: The operator's word on connectors is not valid.
+        StepAside: The connector's own code failed.
+    """
+    from vllm_kvpad.capabilities import resolve
+    from vllm_kvpad.config import KvpadConfigError
+    from vllm_kvpad.hosts import StepAside
+
+    transfer_config = vllm_config.kv_transfer_config
+    try:
+        return resolve(transfer_config, overrides=config.registers_device_memory)
+    except KvpadConfigError:
+        raise
+    except Exception as error:  # the connector's code; vLLM meets it after us
+        raise StepAside(
+            f"KV connector {transfer_config.kv_connector}: {_shown(error)}"
+        ) from error
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def step_aside(
     worker: Any,
     config: KvpadConfig,
     reason: str,
-    capabilities: ConnectorCapabilities,
+    capabilities: ConnectorCapabilities | None,
     *,
     speaks: bool,
 ) -> None:
@@ -276,7 +329,7 @@ def step_aside(
         worker: One of the engine's.
         config: The operator's settings.
         reason: For the log.
-        capabilities: Of the configured connector.
+        capabilities: Of the configured connector; None if they are not known.
         speaks: Whether it falls to this rank to speak for the engine.
 
     Raises:

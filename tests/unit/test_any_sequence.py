@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -147,7 +148,7 @@ class Life(RuleBasedStateMachine):
         grows = target > before and not defragment
         was_whole = self.is_whole()
         done = self.attempt(
-            lambda: self.cache.commit(count, defragment=defragment, shrink=shrink)
+            partial(self.cache.commit, count, defragment=defragment, shrink=shrink)
         )
         if not done:
             self.count = self.cache.num_committed_blocks
@@ -327,7 +328,7 @@ class Life(RuleBasedStateMachine):
 
     def every_committed_byte_is_there(self) -> None:
         """Mapped, usable, and what the model says."""
-        usable = set()
+        usable: set[int] = set()
         for address, size in self.driver.accessible.items():
             first = (address - self.address) // GRANULE
             usable.update(range(first, first + size // GRANULE))
@@ -357,9 +358,9 @@ class Life(RuleBasedStateMachine):
         faults = self.driver.faults
         try:
             act()
-        except VmmError as error:
-            assert str(error).startswith("injected: ")
-            assert self.driver.faults > faults
+        except VmmError:
+            if self.driver.faults == faults:
+                raise
             self.clean = False
             return False
         self.clean = True

@@ -12,6 +12,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,12 +20,12 @@ from typing import Any
 
 import pytest
 
+from vllm_kvpad import capabilities
 from vllm_kvpad.capabilities import plugin_manager, resolve
 from vllm_kvpad.config import KvpadConfigError
 
 pytest.importorskip("vllm")
 
-DISTS = Path(__file__).parent.parent / "dists"
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 BASE = f"from {V1}.base import KVConnectorBase_V1\n"
 NIXL = f"from {V1}.nixl import NixlConnector\n"
@@ -79,36 +80,6 @@ def out_of_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Con
     yield configure
     for module in written:
         sys.modules.pop(module, None)
-
-
-@pytest.fixture(scope="session")
-def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Installs a distribution of ``tests/dists`` with pip, once, offline."""
-    installed: dict[str, Path] = {}
-
-    def install(name: str) -> Path:
-        if name not in installed:
-            # pip builds in the source folder; that is not ours to litter.
-            source = tmp_path_factory.mktemp("source") / name
-            for path in (DISTS / name).rglob("*"):
-                if path.suffix in (".py", ".toml"):
-                    copy = source / path.relative_to(DISTS / name)
-                    copy.parent.mkdir(parents=True, exist_ok=True)
-                    copy.write_bytes(path.read_bytes())
-            target = tmp_path_factory.mktemp("site-packages")
-            subprocess.run(
-                [
-                    *(sys.executable, "-m", "pip", "install", "--quiet"),
-                    *("--no-index", "--no-deps", "--no-build-isolation"),
-                    *("--disable-pip-version-check", "--target", target, source),
-                ],
-                check=True,
-                timeout=300,
-            )
-            installed[name] = target
-        return installed[name]
-
-    return install
 
 
 @pytest.fixture
@@ -591,9 +562,23 @@ def test_a_hook_gets_the_class_and_its_own_configuration(
     assert answer.exports_source == "plugin acme (acme-kv 1.2.3)"
 
 
-BROKEN = ("missing-import", "missing-attribute", "exits", "typo", "extra-argument")
+BROKEN = (
+    "missing-import",
+    "missing-attribute",
+    "exits",
+    "panics",
+    "hangs",
+    "typo",
+    "extra-argument",
+)
 
 
+@pytest.fixture
+def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capabilities, "TIME_LIMIT_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("short_limit")
 def test_each_plugin_that_does_not_load_is_logged_with_its_traceback_and_left_out(
     third_party: Callable[..., None], log: list[logging.LogRecord]
 ) -> None:
@@ -608,8 +593,12 @@ def test_each_plugin_that_does_not_load_is_logged_with_its_traceback_and_left_ou
         ]
         assert record.levelno == logging.ERROR
         assert record.exc_info is not None
+        if name == "hangs":
+            assert isinstance(record.exc_info[1], TimeoutError)
+            assert "entry point hangs" in str(record.exc_info[1])
 
 
+@pytest.mark.usefixtures("short_limit")
 def test_a_hook_that_fails_is_logged_and_the_next_plugin_answers(
     out_of_tree: Configure,
     third_party: Callable[..., None],
@@ -622,6 +611,7 @@ def test_a_hook_that_fails_is_logged_and_the_next_plugin_answers(
     assert answer.exports_source == "plugin acme (acme-kv 1.2.3)"
 
 
+@pytest.mark.usefixtures("short_limit")
 def test_when_every_hook_fails_the_table_answers_and_each_failure_is_logged(
     third_party: Callable[..., None], log: list[logging.LogRecord]
 ) -> None:
@@ -637,6 +627,102 @@ def test_when_every_hook_fails_the_table_answers_and_each_failure_is_logged(
             ]
             assert record.exc_info is not None
             assert record.exc_info[0] is error
+    for name, error in (
+        ("exits-when-asked", SystemExit),
+        ("hangs-when-asked", TimeoutError),
+    ):
+        (record,) = [r for r in log if f"plugin {name} (" in r.getMessage()]
+        assert record.exc_info is not None
+        assert record.exc_info[0] is error
+
+
+# Connectors whose module or class misbehaves.
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_a_connector_that_hangs_at_import_is_named_when_the_time_is_up(
+    out_of_tree: Configure,
+) -> None:
+    config = out_of_tree("import time; time.sleep(600)")
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"KV connector Mine of module author_\w+"):
+        resolve(config)
+    assert time.monotonic() - began < 60
+    # It was interrupted, not left half imported.
+    assert config.kv_connector_module_path not in sys.modules
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_a_declaration_that_hangs_is_named_when_the_time_is_up(
+    out_of_tree: Configure,
+) -> None:
+    config = out_of_tree(
+        BASE
+        + """
+class Mine(KVConnectorBase_V1):
+    @classmethod
+    def REGISTERS_DEVICE_MEMORY(cls, kv_transfer_config):
+        import time
+        time.sleep(600)
+"""
+    )
+    with pytest.raises(TimeoutError, match=r"\.Mine\.REGISTERS_DEVICE_MEMORY did not"):
+        resolve(config)
+
+
+@pytest.mark.usefixtures("short_limit")
+def test_vllms_own_connector_that_hangs_at_import_is_answered_by_name_and_named(
+    monkeypatch: pytest.MonkeyPatch, log: list[logging.LogRecord]
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    monkeypatch.setitem(
+        KVConnectorFactory._registry, "MooncakeConnector", lambda: time.sleep(600)
+    )
+    assert resolve(transfer_config("MooncakeConnector")).registers_device_memory
+    for record in log:
+        assert record.levelno == logging.WARNING
+        assert "importing KV connector MooncakeConnector" in record.getMessage()
+    assert log
+
+
+def test_a_connector_whose_import_ends_the_process_is_an_error_that_names_it(
+    out_of_tree: Configure,
+) -> None:
+    config = out_of_tree("raise SystemExit('no licence')")
+    with pytest.raises(RuntimeError, match=r"Mine of module author.*no licence"):
+        resolve(config)
+
+
+def test_a_connector_that_is_no_class_is_an_error_that_names_it(
+    out_of_tree: Configure,
+) -> None:
+    config = out_of_tree("def Mine(config, role, kv_cache_config=None): ...")
+    with pytest.raises(TypeError, match=r"Mine of module author\w+: expected a class"):
+        resolve(config)
+
+
+def test_an_interrupt_by_the_operator_is_not_taken_for_a_broken_connector(
+    out_of_tree: Configure,
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        resolve(out_of_tree("raise KeyboardInterrupt"))
+
+
+def test_a_declaration_that_ends_the_process_is_chained_and_named(
+    out_of_tree: Configure,
+) -> None:
+    config = out_of_tree(
+        BASE
+        + """
+class Mine(KVConnectorBase_V1):
+    @classmethod
+    def EXPORTS_CUDA_IPC(cls, kv_transfer_config):
+        raise SystemExit(3)
+"""
+    )
+    with pytest.raises(RuntimeError, match=r"Mine\.EXPORTS_CUDA_IPC raised SystemExit"):
+        resolve(config)
 
 
 # The operator's override.

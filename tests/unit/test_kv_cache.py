@@ -45,7 +45,7 @@ from vmm_probes import (
 
 from vllm_kvpad import placement
 from vllm_kvpad.kv_cache import ExtensibleKVCache
-from vllm_kvpad.vmm import HostVmmDriver, VmmUnsupportedError
+from vllm_kvpad.vmm import HostVmmDriver, VmmError, VmmUnsupportedError
 
 LHBNC, BLHNC = KVCacheLayout.LHBNC, KVCacheLayout.BLHNC
 
@@ -419,7 +419,9 @@ def test_102_blocks_stay_102(driver: FaultyHostDriver) -> None:
     driver.assert_nothing_left()
 
 
-def test_commits_that_map_memory_are_counted_and_timed(driver: FaultyDriver) -> None:
+def test_commits_that_map_memory_are_counted_and_timed(
+    driver: FaultyHostDriver,
+) -> None:
     cache = make_cache(driver, planned())
     assert (cache.num_commits, cache.commit_seconds) == (0, 0)
     for call, counted in (
@@ -442,7 +444,7 @@ def test_commits_that_map_memory_are_counted_and_timed(driver: FaultyDriver) -> 
     cache.free()
 
 
-def test_chunks_are_what_the_kernel_has_mapped(driver: FaultyDriver) -> None:
+def test_chunks_are_what_the_kernel_has_mapped(driver: FaultyHostDriver) -> None:
     cache = make_cache(driver, planned())
     assert cache.chunks == []
     cache.commit(11, defragment=True)

@@ -96,13 +96,19 @@ class SuppliedKVCache:
     Args:
         config: The operator's settings.
         capabilities: What the configured connector does with the cache.
+        lost_patches: Says what of vLLM somebody else has replaced since kvpad did,
+            a line each.
     """
 
     def __init__(
-        self, config: KvpadConfig, capabilities: ConnectorCapabilities
+        self,
+        config: KvpadConfig,
+        capabilities: ConnectorCapabilities,
+        lost_patches: Callable[[], list[str]] = list,
     ) -> None:
         self.config = config
         self.capabilities = capabilities
+        self._lost_patches = lost_patches
         self.cache: ExtensibleKVCache | None = None
         self.stepped_aside = False
         self._ranks_have_agreed = False
@@ -257,6 +263,13 @@ class SuppliedKVCache:
     # --- details
 
     def _driver(self, worker: Any) -> VmmDriver:
+        """Return where the memory will come from, unless there is a reason not to.
+
+        Raises:
+            StepAside: The message says which.
+        """
+        if lost := self._lost_patches():
+            raise StepAside("; ".join(lost))
         if worker.device.type == "cpu" and self.config.host_granule_bytes is not None:
             return HostVmmDriver(self.config.host_granule_bytes)
         try:

@@ -67,8 +67,13 @@ class SupplyHost:
             PatchError: A patch point is not as expected; nothing was changed.
         """
         step_aside_where_unsupported(worker, capabilities)
-        apply_together(patch_sets_for(v2_runner=worker.vllm_config.use_v2_model_runner))
-        _supplies[worker] = SuppliedKVCache(config, capabilities)
+        patch_sets = patch_sets_for(v2_runner=worker.vllm_config.use_v2_model_runner)
+        apply_together(patch_sets)
+        _supplies[worker] = SuppliedKVCache(
+            config,
+            capabilities,
+            lost_patches=lambda: [line for each in patch_sets for line in each.lost()],
+        )
 
 
 def step_aside_where_unsupported(
