@@ -627,13 +627,13 @@ def test_when_every_hook_fails_the_table_answers_and_each_failure_is_logged(
             ]
             assert record.exc_info is not None
             assert record.exc_info[0] is error
-    for name, error in (
+    for name, kind in (
         ("exits-when-asked", SystemExit),
         ("hangs-when-asked", TimeoutError),
     ):
         (record,) = [r for r in log if f"plugin {name} (" in r.getMessage()]
         assert record.exc_info is not None
-        assert record.exc_info[0] is error
+        assert record.exc_info[0] is kind
 
 
 # Connectors whose module or class misbehaves.

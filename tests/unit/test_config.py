@@ -11,6 +11,7 @@ from vllm_kvpad.config import (
     KvpadConfig,
     KvpadConfigError,
     disabled_by_environment,
+    misspelt_key,
 )
 
 
@@ -188,3 +189,29 @@ def test_the_process_environment_is_the_default(
     assert disabled_by_environment()
     monkeypatch.delenv("VLLM_KVPAD_DISABLE")
     assert not disabled_by_environment()
+
+
+# A key beside it that was meant to be it.
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["kvapd", "kvpd", "kpad", "kvpadd", "kvpda", "KVPAD", "kv-pad", "vllm_kvpad"],
+)
+def test_a_slip_in_the_key_itself_is_noticed(key: str) -> None:
+    assert misspelt_key({"other": 1, key: {"strict": True}}) == key
+
+
+@pytest.mark.parametrize(
+    "additional_config",
+    [
+        None,
+        {},
+        {"kvpad": {}},
+        {"kvpad": {}, "kvapd": {}},
+        {"kvcached": {}, "kv": 1, "ascend_scheduler_config": {}, 3: 4},
+        object(),
+    ],
+)
+def test_what_belongs_to_others_is_left_to_them(additional_config: object) -> None:
+    assert misspelt_key(additional_config) is None

@@ -20,6 +20,10 @@ from vllm_kvpad.patching import (
     apply_together,
 )
 
+HOST = """
+def allocate(size: int, device: str = "cpu") -> str:
+    return f"stock allocate {size} on {device}"
+
 
 class Engine:
     def start(self, size: int) -> str:
@@ -31,18 +35,14 @@ class Engine:
     @property
     def state(self) -> str:
         return "stock state"
+"""
 
 
 @pytest.fixture
-def host() -> Iterator[types.ModuleType]:
+def host() -> Iterator[Any]:
     """A module as another package would have it, fresh for each test."""
     module = types.ModuleType("kvpad_test_host")
-
-    def allocate(size: int, device: str = "cpu") -> str:
-        return f"stock allocate {size} on {device}"
-
-    module.allocate = allocate  # type: ignore[attr-defined]
-    module.Engine = type("Engine", (), dict(Engine.__dict__))  # type: ignore[attr-defined]
+    exec(HOST, vars(module))
     sys.modules[module.__name__] = module
     yield module
     del sys.modules[module.__name__]
@@ -75,11 +75,11 @@ def patches() -> PatchSet:
     )
 
 
-def snapshot(host: types.ModuleType) -> dict[str, Any]:
+def snapshot(host: Any) -> dict[str, Any]:
     return {"allocate": host.allocate, **vars(host.Engine)}
 
 
-def test_replaces_functions_methods_and_properties(host: types.ModuleType) -> None:
+def test_replaces_functions_methods_and_properties(host: Any) -> None:
     patches().apply()
     assert host.allocate(3) == "kvpad, then stock allocate 3 on cpu"
     assert host.Engine().start(4) == "kvpad, then stock start 4"
@@ -87,7 +87,7 @@ def test_replaces_functions_methods_and_properties(host: types.ModuleType) -> No
     assert host.Engine().stop() == "stock stop"
 
 
-def test_revert_puts_the_very_same_objects_back(host: types.ModuleType) -> None:
+def test_revert_puts_the_very_same_objects_back(host: Any) -> None:
     before = snapshot(host)
     applied = patches()
     applied.apply()
@@ -96,7 +96,7 @@ def test_revert_puts_the_very_same_objects_back(host: types.ModuleType) -> None:
     assert not applied.is_applied
 
 
-def test_applying_twice_changes_nothing_more(host: types.ModuleType) -> None:
+def test_applying_twice_changes_nothing_more(host: Any) -> None:
     applied = patches()
     applied.apply()
     applied.apply()
@@ -123,7 +123,7 @@ def test_applying_twice_changes_nothing_more(host: types.ModuleType) -> None:
     ],
 )
 def test_one_unexpected_point_leaves_everything_alone_and_is_named(
-    break_host: Any, named: str, host: types.ModuleType
+    break_host: Any, named: str, host: Any
 ) -> None:
     break_host(host)
     before = {"allocate": getattr(host, "allocate", None)}
@@ -141,7 +141,7 @@ def test_a_missing_module_is_named() -> None:
         missing.apply()
 
 
-def test_a_failure_half_way_undoes_what_was_done(host: types.ModuleType) -> None:
+def test_a_failure_half_way_undoes_what_was_done(host: Any) -> None:
     before = snapshot(host)
 
     def broken(original: Any) -> Any:
@@ -158,13 +158,13 @@ def test_a_failure_half_way_undoes_what_was_done(host: types.ModuleType) -> None
     assert snapshot(host) == before
 
 
-def test_composes_with_a_wrapper_that_was_there_before(host: types.ModuleType) -> None:
+def test_composes_with_a_wrapper_that_was_there_before(host: Any) -> None:
     host.allocate = prefixed(host.allocate)
     patches().apply()
     assert host.allocate(1) == "kvpad, then kvpad, then stock allocate 1 on cpu"
 
 
-def test_refuses_a_wrapper_that_hides_the_signature(host: types.ModuleType) -> None:
+def test_refuses_a_wrapper_that_hides_the_signature(host: Any) -> None:
     stock = host.allocate
 
     def opaque(*args: Any, **kwargs: Any) -> str:
@@ -176,7 +176,61 @@ def test_refuses_a_wrapper_that_hides_the_signature(host: types.ModuleType) -> N
     assert host.allocate is opaque
 
 
-def test_does_not_revert_under_somebody_elses_wrapper(host: types.ModuleType) -> None:
+def test_refuses_a_replacement_that_looks_alike_but_is_somebody_elses(
+    host: Any,
+) -> None:
+    stock_state = host.Engine.state
+
+    def allocate(size: int, device: str = "cpu") -> str:
+        return "theirs"
+
+    host.allocate = allocate
+    with pytest.raises(PatchError, match=rf"allocate: replaced by {__name__}, by"):
+        patches().apply()
+    assert host.allocate is allocate
+    assert host.Engine.state is stock_state
+
+
+def test_says_who_put_another_signature_there(host: Any) -> None:
+    host.Engine.start = lambda self, size, again: ""
+    with pytest.raises(PatchError, match=rf"again\), expected .* by {__name__}$"):
+        patches().apply()
+
+
+def test_what_is_no_function_is_somebody_elses_too(host: Any) -> None:
+    host.allocate = functools.partial(host.allocate, 3)
+    with pytest.raises(PatchError, match=r"allocate: takes .*replaced by functools"):
+        patches().apply()
+
+
+def test_a_wrapper_put_on_top_later_is_no_loss(host: Any) -> None:
+    applied = patches()
+    applied.apply()
+    host.allocate = prefixed(host.allocate)
+    host.Engine.state = prefixed_property(host.Engine.state)
+    assert applied.lost() == []
+    applied.apply()
+    assert host.allocate(1) == "kvpad, then kvpad, then stock allocate 1 on cpu"
+
+
+def test_a_replacement_put_there_later_is_noticed_and_named(
+    host: Any,
+) -> None:
+    applied = patches()
+    applied.apply()
+    host.Engine.start = lambda self, size: "theirs"
+    (line,) = applied.lost()
+    assert line.startswith(f"Engine.start (by {__name__}): replaced after")
+    with pytest.raises(PatchError, match=r"Engine\.start"):
+        applied.apply()
+    del host.Engine.state
+    assert [line.split(" ")[0] for line in applied.lost()] == [
+        "Engine.start",
+        "Engine.state",
+    ]
+
+
+def test_does_not_revert_under_somebody_elses_wrapper(host: Any) -> None:
     applied = patches()
     applied.apply()
     theirs = prefixed(host.allocate)
