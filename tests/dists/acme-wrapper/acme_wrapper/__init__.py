@@ -13,7 +13,7 @@ METHODS = (
     "shutdown",
 )
 
-calls: list[str] = []
+notes: list[str] = []
 
 
 def register() -> None:
@@ -28,13 +28,19 @@ def register() -> None:
 
 def wrap(owner: type, name: str) -> None:
     original = getattr(owner, name)
+    note(f"wrap {name} of {original.__globals__['__name__']}")
 
     @functools.wraps(original)
     def noting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        if path := os.environ.get("ACME_CALLS"):
-            with open(path, "a") as file:
-                print(name, file=file)
+        note(name)
         return original(*args, **kwargs)
 
     setattr(owner, name, noting)
+
+
+def note(line: str) -> None:
+    """Remember ``line``, and write it to the file ``$ACME_CALLS`` if there is one."""
+    notes.append(line)
+    if path := os.environ.get("ACME_CALLS"):
+        with open(path, "a") as file:
+            print(line, file=file)
