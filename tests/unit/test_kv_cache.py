@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -32,14 +33,16 @@ from vmm_probes import (
     GRANULE,
     FaultyHostDriver,
     Mapping,
+    RoomyHostDriver,
     address_space,
     chunk_mappings,
     is_accessible,
     mappings,
     memfd_bytes,
     memfds,
+    num_descriptors,
     read,
-    resident_private,
+    resident,
     write,
 )
 
@@ -574,31 +577,87 @@ def test_two_caches_live_side_by_side(driver: FaultyHostDriver) -> None:
     second.free()
 
 
-def test_many_cycles_are_flat() -> None:
-    config = planned()
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds, by the kernel."""
 
-    def cycle() -> None:
-        driver = HostVmmDriver(GRANULE)
-        padded = placement.pad_kv_cache_segments(config, LBHNC, GRANULE)
-        cache = ExtensibleKVCache(padded, LBHNC, CPU, driver)
+    resident: int
+    address_space: int
+    mappings: int
+    descriptors: int
+
+    @classmethod
+    def now(cls) -> Holdings:
+        gc.collect()
+        return cls(
+            resident(), address_space(), len(mappings(0, 1 << 64)), num_descriptors()
+        )
+
+    def assert_flat_since(self, before: Holdings) -> None:
+        assert self.resident - before.resident < 8 << 20
+        assert self.address_space - before.address_space < 8 << 20
+        assert self.mappings - before.mappings < 10
+        assert self.descriptors == before.descriptors
+
+
+def test_a_thousand_lives_leave_nothing_behind() -> None:
+    config, final = planned(), planned(9)
+
+    def live() -> None:
+        cache = make_cache(RoomyHostDriver(GRANULE), config)
         cache.allocate(cache.size)
         cache.commit(5)
         cache.commit(9, defragment=True)
-        cache.committed_views(planned(9), LBHNC)
-        cache.release_physical()
-        cache.recommit()
+        for view in cache.committed_views(final, LBHNC).values():
+            view.fill_(1)
         cache.free()
 
-    for _ in range(20):
-        cycle()
-    before = address_space(), resident_private(), len(mappings(0, 1 << 64))
-    for _ in range(200):
-        cycle()
+    for _ in range(50):
+        live()
+    before = Holdings.now()
+    for _ in range(1000):
+        live()
+    Holdings.now().assert_flat_since(before)
     assert memfds() == []
     assert chunk_mappings() == []
-    assert address_space() - before[0] < 8 << 20
-    assert resident_private() - before[1] < 8 << 20
-    assert abs(len(mappings(0, 1 << 64)) - before[2]) < 20
+
+
+@pytest.mark.parametrize("defragment", [False, True])
+def test_a_hundred_nights_leave_nothing_behind(defragment: bool) -> None:
+    cache = make_cache(RoomyHostDriver(GRANULE), planned())
+    cache.commit(3)
+    cache.commit(11, defragment=defragment)
+    views = cache.committed_views(planned(11), LBHNC)
+
+    def sleep_and_wake() -> None:
+        for view in views.values():
+            view.fill_(1)
+        cache.release_physical()
+        assert memfds() == []
+        cache.recommit()
+        assert not any(view.any() for view in views.values())
+
+    for _ in range(5):
+        sleep_and_wake()
+    before = Holdings.now()
+    for _ in range(100):
+        sleep_and_wake()
+    Holdings.now().assert_flat_since(before)
+    assert cache.physical_bytes == memfd_bytes() == cache.physical_bytes_for(11)
+    cache.free()
+    assert chunk_mappings() == []
+
+
+def test_a_second_cache_lives_where_the_first_has_been(
+    driver: FaultyHostDriver,
+) -> None:
+    for value in (1, 2):
+        cache = make_cache(driver, planned())
+        cache.commit(9, defragment=True)
+        assert contents(cache, 0, 9) == {0}
+        fill(cache, value)
+        cache.free()
+        driver.assert_nothing_left()
 
 
 # --- Views -------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Other people's code in the same worker: connectors and plugins that patch vLLM too.
 
-On vLLM's own worker classes, without an engine; ``tests/e2e/test_beside_other_plugins.py``
-starts engines with the same two distributions.
+On vLLM's own worker classes, without an engine. ``test_beside_other_plugins.py`` of
+``tests/e2e`` starts engines with the same two distributions.
 """
 
 from __future__ import annotations

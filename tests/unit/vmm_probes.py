@@ -88,12 +88,17 @@ def address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
-def resident_private() -> int:
-    """Bytes of anonymous memory this process keeps in RAM."""
+def resident() -> int:
+    """Bytes of memory that this process has in RAM: VmRSS."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(r"RssAnon:\s+(\d+) kB", status)
+    found = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert found is not None
     return int(found.group(1)) << 10
+
+
+def num_descriptors() -> int:
+    """Open descriptors of this process, whatever they are."""
+    return len(os.listdir("/proc/self/fd"))
 
 
 def is_accessible(start: int, end: int) -> bool:
