@@ -38,7 +38,7 @@ class Toucher:
         self.view.fill_(3)
 
 orders = list(itertools.permutations(["driver", "cache", "view", "views", "toucher"]))
-for order in orders[::6]:
+for order in orders[::20]:
     if (child := os.fork()) == 0:
         made = {"driver": HostVmmDriver(64 << 10)}
         made["cache"] = make_cache(made["driver"], planned())
@@ -60,7 +60,7 @@ def test_the_interpreter_exits_with_views_alive_in_any_order_of_destruction() ->
     done = run_python(EXITS)
     assert done.returncode == 0, done.stderr
     lines = [x for x in done.stdout.splitlines() if x.startswith("exited")]
-    assert len(lines) == 20
+    assert len(lines) == 6
     assert [line for line in lines if not line.startswith("exited 0 ")] == []
     for complaint in ("Traceback", "Exception ignored", "Could not give back"):
         assert complaint not in done.stderr
