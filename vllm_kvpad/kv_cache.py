@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvpad import placement
 from vllm_kvpad.log import get_logger
-from vllm_kvpad.reservation import ByteRange, Reservation
+from vllm_kvpad.reservation import ByteRange, Reservation, is_inside_one
 from vllm_kvpad.vmm import VmmDriver, get_driver
 from vllm_kvpad.vmm.base import VmmError, format_bytes
 
@@ -371,8 +371,7 @@ class ExtensibleKVCache:
         ranges = [r for r in self._ranges(self._committed_blocks) if r[0] < r[1]]
         chunks = self._reservation.mapped_ranges
         return chunks == self._reservation.plan_one_chunk_each(ranges) or all(
-            any(low <= start and end <= high for low, high in chunks)
-            for start, end in ranges
+            is_inside_one(start, end, chunks) for start, end in ranges
         )
 
     def _ranges(self, num_blocks: int) -> list[ByteRange]:

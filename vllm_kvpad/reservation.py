@@ -12,9 +12,10 @@ may start and end inside a granule; whole granules are mapped.
 
 from __future__ import annotations
 
+import bisect
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -211,7 +212,8 @@ class _Memory:
         self.driver = driver
         self.address = address
         self.size = size
-        self.chunks: list[_Chunk] = []
+        # A set: taking a chunk out of thousands must not look at all of them.
+        self.chunks: set[_Chunk] = set()
         self.freed = False
         self._owner = os.getpid()
 
@@ -224,7 +226,7 @@ class _Memory:
 
     def add_chunk(self, start: int, end: int, undo: ExitStack) -> None:
         chunk = _Chunk(start, end, self.driver.create(end - start))
-        self.chunks.append(chunk)
+        self.chunks.add(chunk)
         undo.callback(self._drop_or_keep, chunk)
         self.driver.map(self.address + start, chunk.size, chunk.handle)
         chunk.mapped = True
@@ -322,11 +324,7 @@ def subtract(
     """Parts of the disjoint ``ranges`` outside the sorted, disjoint ``removed``."""
     left = []
     for start, end in ranges:
-        for low, high in removed:
-            if high <= start:
-                continue
-            if low >= end:
-                break
+        for low, high in _touching(start, end, removed):
             if low > start:
                 left.append((start, low))
             start = high
@@ -338,13 +336,35 @@ def subtract(
 def intersect(
     ranges: Iterable[ByteRange], others: Sequence[ByteRange]
 ) -> list[ByteRange]:
-    """Parts of ``ranges`` inside the disjoint ``others``."""
+    """Parts of ``ranges`` inside the sorted, disjoint ``others``."""
     return [
         (max(start, low), min(end, high))
         for start, end in ranges
-        for low, high in others
-        if max(start, low) < min(end, high)
+        for low, high in _touching(start, end, others)
     ]
+
+
+def is_inside_one(start: int, end: int, others: Sequence[ByteRange]) -> bool:
+    """Whether one of the sorted, disjoint ``others`` covers ``start`` to ``end``."""
+    return any(
+        low <= start and end <= high for low, high in _touching(start, end, others)
+    )
+
+
+def _touching(start: int, end: int, others: Sequence[ByteRange]) -> Iterator[ByteRange]:
+    """Those of the sorted, disjoint ``others`` that share a byte with a range.
+
+    Found by bisection: there are as many chunks as layers, or thousands.
+    """
+    if start >= end:
+        return
+    first = bisect.bisect_right(others, start, key=lambda other: other[1])
+    for index in range(first, len(others)):
+        low, high = others[index]
+        if low >= end:
+            return
+        if low < high:
+            yield low, high
 
 
 def _round_up(num_bytes: int, granule: int) -> int:

@@ -24,7 +24,13 @@ from vmm_probes import (
     write,
 )
 
-from vllm_kvpad.reservation import Reservation, intersect, merge, subtract
+from vllm_kvpad.reservation import (
+    Reservation,
+    intersect,
+    is_inside_one,
+    merge,
+    subtract,
+)
 from vllm_kvpad.vmm import HostVmmDriver, VmmError
 
 SIZE = 16 * GRANULE
@@ -292,7 +298,7 @@ def test_a_reservation_whose_range_is_refused_leaves_nothing() -> None:
 # --- Sets of byte ranges -----------------------------------------------------------
 
 ranges = st.lists(
-    st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda r: (r[0], r[0] + r[1]))
+    st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda r: (r[0], r[0] + r[1]))
 )
 
 
@@ -310,3 +316,8 @@ def test_range_arithmetic_is_that_of_sets(
     assert as_set(subtract(a, b)) == as_set(left) - as_set(right)
     assert as_set(intersect(a, b)) == as_set(left) & as_set(right)
     assert as_set(intersect(left, b)) == as_set(left) & as_set(right)
+    assert all(start < end for start, end in [*subtract(a, b), *intersect(left, b)])
+    for start, end in left:
+        if start < end:
+            covered = as_set([(start, end)]) <= as_set(right)
+            assert is_inside_one(start, end, b) == covered
