@@ -258,7 +258,10 @@ def serve_rounds(conversation: Conversation, **options: Any) -> dict[str, Any]:
 
 
 def transfer_peer(
-    conversation: Conversation, side_channel_port: int, **options: Any
+    conversation: Conversation,
+    side_channel_port: int,
+    max_tokens: int = 48,
+    **options: Any,
 ) -> dict[str, Any]:
     """One side of a NIXL pair; the parent passes requests and parameters between.
 
@@ -300,7 +303,7 @@ def transfer_peer(
                 [
                     SamplingParams(
                         temperature=0,
-                        max_tokens=48,
+                        max_tokens=max_tokens,
                         ignore_eos=True,
                         extra_args={"kv_transfer_params": each},
                     )
@@ -364,19 +367,30 @@ def check_region(address: int, size: int) -> dict[str, Any]:
     }
 
 
-def record_transfers() -> dict[str, int]:
-    """Count this process's NIXL transfers; vLLM empties its own counts each step."""
+def record_transfers() -> dict[str, Any]:
+    """Count this process's NIXL transfers; vLLM empties its own counts each step.
+
+    ``seconds`` is what NIXL says that the transfers took, added up.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
         NixlKVConnectorStats,
     )
 
-    counts = {"transfers": 0, "bytes": 0, "failed": 0}
+    counts: dict[str, Any] = {
+        "transfers": 0,
+        "bytes": 0,
+        "descriptors": 0,
+        "seconds": 0.0,
+        "failed": 0,
+    }
     record_transfer = NixlKVConnectorStats.record_transfer
     record_failed_transfer = NixlKVConnectorStats.record_failed_transfer
 
     def counting_transfer(self: Any, result: Any) -> None:
         counts["transfers"] += 1
         counts["bytes"] += result.totalBytes
+        counts["descriptors"] += result.descCount
+        counts["seconds"] += result.xferDuration / 1e6
         record_transfer(self, result)
 
     def counting_failure(self: Any) -> None:
@@ -428,7 +442,10 @@ def zeros_times(conversation: Conversation, gib: int, layers: int) -> dict[str, 
     )
     torch.cuda.synchronize()
     seconds = {"torch.zeros": time.perf_counter() - started}
+    started = time.perf_counter()
     del buffer
+    torch.cuda.empty_cache()
+    seconds["torch.zeros, freed"] = time.perf_counter() - started
     return seconds
 
 

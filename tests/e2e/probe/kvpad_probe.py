@@ -4,7 +4,8 @@ vLLM finds it by this folder on ``PYTHONPATH`` and ``kvpad_probe`` in
 ``VLLM_PLUGINS``. It runs before kvpad, in every process of the engine.
 
 - ``KVPAD_PROBE_DIR``: each process that registers memory with NIXL appends a JSON
-  list of ``[address, length]`` a call to ``registered-<pid>`` in that folder.
+  list of ``[address, length]`` a call to ``registered-<pid>`` in that folder. Nothing
+  is watched if it is unset.
 - A file ``corrupt`` in that folder: after the next transfer that this process reads,
   the sign bits of one transferred block are flipped in every layer, and the file is
   renamed to ``corrupted``.
@@ -32,7 +33,8 @@ def register() -> None:
     process = multiprocessing.current_process()  # named VllmWorker-<rank>
     if "Worker" not in process.name:
         return
-    watch_nixl_agent(Path(os.environ["KVPAD_PROBE_DIR"]))
+    if folder := os.environ.get("KVPAD_PROBE_DIR"):
+        watch_nixl_agent(Path(folder))
     for change in filter(None, os.environ.get("KVPAD_PROBE_CHANGES", "").split(",")):
         rank, _, name = change.rpartition(":")
         if not rank or process.name.endswith(rank.replace("rank", "-")):

@@ -1,0 +1,106 @@
+"""Import and registration, each time in a fresh process, stock and kvpad in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+
+from results import Recorder, Series, in_turn
+
+IMPORTS = ("vllm_kvpad", "vllm_kvpad.plugin", "vllm_kvpad.placement", "vllm_kvpad.cli")
+
+_IMPORT = """
+    import sys, time
+    began = time.perf_counter()
+    import {module}
+    print(time.perf_counter() - began)
+    heavy = sorted({{"vllm", "torch"}} & set(sys.modules))
+    assert not heavy, heavy
+"""
+
+_REGISTRATION = """
+    import json, time
+    {before}
+    from vllm.plugins import load_general_plugins
+    began = time.perf_counter()
+    load_general_plugins()
+    print(json.dumps(time.perf_counter() - began))
+"""
+
+STAGES = {
+    # What each of vLLM's processes has imported at least when it loads its plugins.
+    "API server": "import vllm.entrypoints.openai.api_server",
+    "process that inspects a model": "import vllm.model_executor.models.registry",
+    "engine core": "import vllm.v1.engine.core",
+    "worker": "import vllm.v1.worker.worker_base",
+}
+
+
+def seconds(program: str, **variables: str) -> float:
+    """What ``program`` prints last, a number, from a process of its own.
+
+    Raises:
+        RuntimeError: It failed; the message ends with what it wrote.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{program}\n{done.stderr[-4000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def import_seconds(module: str) -> float:
+    """Seconds to import ``module`` without vLLM and torch, its bytecode compiled."""
+    return seconds(_IMPORT.format(module=module))
+
+
+def registration_seconds(before: str, plugins: str) -> float:
+    """Seconds of vLLM's ``load_general_plugins`` in a process that did ``before``."""
+    return seconds(_REGISTRATION.format(before=before), VLLM_PLUGINS=plugins)
+
+
+def main(rounds: int = 7) -> None:
+    recorder = Recorder("processes")
+    for module in IMPORTS:
+        import_seconds(module)  # compile and read the files once
+        recorder.add(
+            Series(
+                name=f"import {module}",
+                unit="s",
+                reference="kvpad",
+                samples=in_turn(3 * rounds, {"kvpad": _importing(module)}),
+            )
+        )
+    for stage, before in STAGES.items():
+        registration_seconds(before, "kvpad")
+        recorder.add(
+            Series(
+                name=f"load_general_plugins() in the {stage}",
+                unit="s",
+                reference="stock",
+                samples=in_turn(
+                    rounds,
+                    {
+                        "stock": _registering(before, ""),
+                        "kvpad": _registering(before, "kvpad"),
+                    },
+                ),
+            )
+        )
+
+
+def _importing(module: str) -> Callable[[], float]:
+    return lambda: import_seconds(module)
+
+
+def _registering(before: str, plugins: str) -> Callable[[], float]:
+    return lambda: registration_seconds(before, plugins)
