@@ -197,7 +197,8 @@ def draw(path: Path, models: Sequence[Model] = MODELS, points: int = 300) -> Non
     lines = -(-len(models) // columns)
     figure = Figure(figsize=(3.4 * columns, 2.3 * lines + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = list(figure.subplots(lines, columns, sharey=True, squeeze=False).flat)
+    grid = figure.subplots(lines, columns, sharey=True, squeeze=False)
+    panels: list[Axes] = grid.flatten().tolist()
     for axes, model in zip(panels, models, strict=False):
         _draw_model(axes, model, points)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=2))

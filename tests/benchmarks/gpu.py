@@ -235,9 +235,9 @@ def transfer(rounds: int = 5) -> None:
         "kvpad, blocks outermost": (True, "BLHNC"),
     }
     with ExitStack() as stack:
-        pairs = {}
+        pairs: dict[str, tuple[EngineProcess, EngineProcess]] = {}
         for kind, (plugin, layout) in kinds.items():
-            peers = []
+            peers: list[EngineProcess] = []
             for role in ("prefill", "decode"):
                 port = free_ports(2)
                 peer = EngineProcess(
@@ -256,12 +256,13 @@ def transfer(rounds: int = 5) -> None:
                 # One after the other: stock asserts when two profile at once.
                 assert peer.receive() == "ready"
                 peers.append(peer)
-            pairs[kind] = peers
-            _hand_over(*peers, prompts)  # the first one shakes hands
+            prefill, decode = peers
+            pairs[kind] = prefill, decode
+            _hand_over(prefill, decode, prompts)  # the first one shakes hands
         found: dict[str, list[dict[str, float]]] = {kind: [] for kind in pairs}
         for _ in range(rounds):
-            for kind, peers in pairs.items():
-                found[kind].append(_hand_over(*peers, prompts))
+            for kind, (prefill, decode) in pairs.items():
+                found[kind].append(_hand_over(prefill, decode, prompts))
     for name, unit in (("bandwidth", "B/s"), ("time per request", "s")):
         recorder.add(
             Series(

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from functools import partial
 
 from results import Recorder, Series, in_turn
 
@@ -77,7 +77,7 @@ def main(rounds: int = 7) -> None:
                 name=f"import {module}",
                 unit="s",
                 reference="kvpad",
-                samples=in_turn(3 * rounds, {"kvpad": _importing(module)}),
+                samples=in_turn(3 * rounds, {"kvpad": partial(import_seconds, module)}),
             )
         )
     for stage, before in STAGES.items():
@@ -90,17 +90,9 @@ def main(rounds: int = 7) -> None:
                 samples=in_turn(
                     rounds,
                     {
-                        "stock": _registering(before, ""),
-                        "kvpad": _registering(before, "kvpad"),
+                        "stock": partial(registration_seconds, before, ""),
+                        "kvpad": partial(registration_seconds, before, "kvpad"),
                     },
                 ),
             )
         )
-
-
-def _importing(module: str) -> Callable[[], float]:
-    return lambda: import_seconds(module)
-
-
-def _registering(before: str, plugins: str) -> Callable[[], float]:
-    return lambda: registration_seconds(before, plugins)

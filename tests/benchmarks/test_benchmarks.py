@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -72,7 +73,8 @@ def test_variants_are_measured_in_turn() -> None:
         order.append(name)
         return float(len(order))
 
-    samples = in_turn(2, {name: lambda n=name: measure(n) for name in ("a", "b")})
+    variants = {name: functools.partial(measure, name) for name in ("a", "b")}
+    samples = in_turn(2, variants)
     assert order == ["a", "b", "a", "b"]
     assert samples == {"a": [1.0, 3.0], "b": [2.0, 4.0]}
 

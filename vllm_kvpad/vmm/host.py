@@ -265,7 +265,32 @@ def _available_to_cgroups() -> list[int]:
     Page cache that is not in use counts as left, as it does in MemAvailable.
     """
     available = []
-    for line in _read("/proc/self/cgroup").splitlines():
+    for level in _cgroup_levels(_read("/proc/self/cgroup")):
+        bound, used = _read(level.limit).strip(), _read(level.usage).strip()
+        # Absent at the root and in a container's view of its own; "max": none.
+        if bound.isdigit() and used.isdigit():
+            cached = re.search(level.cache, _read(level.stat), re.M)
+            reclaimable = int(cached.group(1)) if cached else 0
+            available.append(max(0, int(bound) - int(used) + reclaimable))
+    return available
+
+
+class _CgroupLevel(NamedTuple):
+    """Files that tell a control group's limit, and what of it is in use."""
+
+    limit: str
+    usage: str
+    stat: str
+    cache: str
+    """Matches the line of ``stat`` with the page cache that is not in use."""
+
+
+# Every chunk asks, and working out where to look takes longer than looking.
+@functools.lru_cache(maxsize=4)
+def _cgroup_levels(membership: str) -> tuple[_CgroupLevel, ...]:
+    """The groups above a process, by the contents of its ``/proc/self/cgroup``."""
+    levels = []
+    for line in membership.splitlines():
         hierarchy, controllers, group = line.split(":", 2)
         if hierarchy == "0":
             root, limit, usage = "/sys/fs/cgroup", "memory.max", "memory.current"
@@ -277,21 +302,20 @@ def _available_to_cgroups() -> list[int]:
         else:
             continue
         folder = Path(root, group.lstrip("/"))
-        for level in (folder, *folder.parents):
-            if not level.is_relative_to(root):
-                break
-            bound, used = _read(level / limit).strip(), _read(level / usage).strip()
-            # Absent at the root and in a container's view of its own; "max": none.
-            if bound.isdigit() and used.isdigit():
-                cached = re.search(cache, _read(level / "memory.stat"), re.M)
-                reclaimable = int(cached.group(1)) if cached else 0
-                available.append(max(0, int(bound) - int(used) + reclaimable))
-    return available
+        levels += [
+            _CgroupLevel(
+                f"{level}/{limit}", f"{level}/{usage}", f"{level}/memory.stat", cache
+            )
+            for level in (folder, *folder.parents)
+            if level.is_relative_to(root)
+        ]
+    return tuple(levels)
 
 
-def _read(path: str | Path) -> str:
+def _read(path: str) -> str:
     """Return the text at ``path``; nothing where this system has no such file."""
     try:
-        return Path(path).read_text()
+        with open(path) as file:
+            return file.read()
     except OSError:
         return ""
