@@ -230,7 +230,10 @@ def take_charge_of(worker: Any) -> None:
         step_aside(worker, config, str(error), capabilities, speaks=worker.rank == 0)
         return
     if worker.rank == 0:
+        from vllm_kvpad.metrics import EngineReport, publish
+
         logger.info("kvpad %s; %s", host.promise, capabilities.describe())
+        publish(lambda: EngineReport.of_worker(worker, host.mode, capabilities))
 
 
 def take_charge_of_engine(vllm_config: Any) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 import native_engine as engines
 
-from vllm_kvpad import plugin
+from vllm_kvpad import metrics, plugin
 from vllm_kvpad.hosts import capabilities_only, pad_native
 
 
@@ -24,6 +24,8 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.delenv("VLLM_KVPAD_DISABLE", raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "kvpad")
+    # How this process would serve metrics is not the subject here.
+    monkeypatch.setattr(metrics, "serve", lambda: None)
     yield
     kv_transfer_state._KV_CONNECTOR_AGENT = None
     for patches in engines.applied_sets():

@@ -180,12 +180,13 @@ def test_the_argument_may_be_the_kv_transfer_config(
 ) -> None:
     """Nobody knows yet which of the two it will be."""
 
-    def registers_kv_cache_memory(kv_transfer_config: Any) -> bool:
-        return False
-
     home = importlib.import_module(USERS[0])
-    registers_kv_cache_memory.__module__ = home.__name__
-    monkeypatch.setattr(home, "registers_kv_cache_memory", registers_kv_cache_memory)
+    # In the module itself: what is another package's would not be touched.
+    monkeypatch.setattr(home, "registers_kv_cache_memory", None)
+    exec(
+        "def registers_kv_cache_memory(kv_transfer_config):\n    return False\n",
+        vars(home),
+    )
     # Its users in this double pass the other; no engine is started to the end.
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -140,7 +140,8 @@ def test_registering_imports_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert done.returncode == 0, done.stderr
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("NEW")]
-    assert ast.literal_eval(line.removeprefix("NEW ")) == ["vllm_kvpad.config"]
+    new = ["vllm_kvpad.config", "vllm_kvpad.metrics"]
+    assert ast.literal_eval(line.removeprefix("NEW ")) == new
 
 
 def test_an_unknown_vllm_is_left_alone_after_one_warning(

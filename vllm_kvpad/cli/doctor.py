@@ -36,7 +36,7 @@ from vllm_kvpad.config import (
     disabled_by_environment,
 )
 from vllm_kvpad.patching import PatchError, PatchPoint
-from vllm_kvpad.plugin import PLUGIN_NAME, worker_creation_patches
+from vllm_kvpad.plugin import PLUGIN_NAME, creation_patches, front_end_patches
 from vllm_kvpad.vmm import VmmError, VmmOutOfMemoryError, VmmUnsupportedError
 
 if TYPE_CHECKING:
@@ -374,50 +374,38 @@ def _host() -> Iterator[Finding]:
             {"name": None},
         )
         return
-    does = {"supply": "kvpad supplies the whole cache"}.get(host.name, "")
-    detail = f"{host.name}: {does}" if does else host.name
-    yield Finding("host", Status.OK, detail, facts={"name": host.name})
+    yield Finding(
+        "host",
+        Status.OK,
+        f"{host.name}: kvpad {host.promise}",
+        facts={"name": host.name},
+    )
 
 
 def _patch_points() -> Iterator[Finding]:
     """Whether all that kvpad would replace looks as expected, and whose it is now."""
     if not _vllm_imports():
         return
-    from vllm_kvpad.hosts import supply
+    from vllm_kvpad.hosts import StepAside, select_host
 
-    sets = {
-        "worker": (worker_creation_patches, supply.WORKER_PATCHES),
-        "V1 runner": (supply.V1_RUNNER_PATCHES,),
-        "V2 runner": (supply.V2_RUNNER_PATCHES,),
-    }
-    points = {
-        name: [point for patches in group for point in patches.points]
-        for name, group in sets.items()
-    }
-    problems = {
-        name: [line for patches in group for line in patches.problems()]
-        for name, group in sets.items()
-    }
-    foreign = [
-        each
-        for group in points.values()
-        for point in group
-        if (each := _foreign(point)) is not None
-    ]
-    facts = {
-        "points": {name: len(group) for name, group in points.items()},
-        "problems": problems,
-        "foreign": foreign,
-    }
-    counted = ", ".join(f"{name} {len(group)}" for name, group in points.items())
-    lines = [line for each in problems.values() for line in each]
-    if lines:
-        more = f" (and {len(lines) - 1} more: --json)" if len(lines) > 1 else ""
+    try:
+        sets = [front_end_patches, *creation_patches(), *select_host().patch_sets()]
+    except StepAside:
+        return  # reported as a problem under "host"
+    except PatchError as error:
+        yield Finding("patch_points", Status.PROBLEM, str(error), _UNKNOWN_VLLM)
+        return
+    points = [point for patches in sets for point in patches.points]
+    problems = [line for patches in sets for line in patches.problems()]
+    foreign = [each for point in points if (each := _foreign(point)) is not None]
+    facts = {"points": len(points), "problems": problems, "foreign": foreign}
+    if problems:
+        more = f" (and {len(problems) - 1} more: --json)" if len(problems) > 1 else ""
         yield Finding(
             "patch_points",
             Status.PROBLEM,
-            f"{lines[0]}{more}",
-            "this vLLM is not one that kvpad knows: it would run as stock",
+            f"{problems[0]}{more}",
+            _UNKNOWN_VLLM,
             facts,
         )
     elif foreign:
@@ -429,8 +417,11 @@ def _patch_points() -> Iterator[Finding]:
             facts,
         )
     else:
-        yield Finding("patch_points", Status.OK, f"as expected: {counted}", facts=facts)
+        counted = f"all {len(points)} as expected"
+        yield Finding("patch_points", Status.OK, counted, facts=facts)
 
+
+_UNKNOWN_VLLM = "this vLLM is not one that kvpad knows: it would run as stock"
 
 _NOT_FOREIGN = frozenset({"vllm", "torch", "vllm_kvpad", *sys.stdlib_module_names})
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from vllm_kvpad.capabilities import ConnectorCapabilities
     from vllm_kvpad.config import KvpadConfig
+    from vllm_kvpad.metrics import Mode
     from vllm_kvpad.patching import PatchSet
 
 
@@ -39,6 +40,8 @@ class Host(Protocol):
 
     name: str
     """As the README's table and the logs call it."""
+    mode: Mode
+    """As the metrics call it."""
     promise: str
     """What kvpad does, for the log: "kvpad <promise>; ..."."""
 

@@ -12,7 +12,7 @@ import sys
 
 from vllm_kvpad.hosts import Host, StepAside, hosts, select_host
 from vllm_kvpad.patching import PatchError, PatchPoint
-from vllm_kvpad.plugin import creation_patches
+from vllm_kvpad.plugin import creation_patches, front_end_patches
 
 
 def main() -> int:
@@ -26,8 +26,9 @@ def main() -> int:
         print(reason)
     else:
         print(f"vLLM {vllm.__version__}: host {chosen.name}")
-    print("\nwhere kvpad learns of workers and engine cores")
-    problems = _report([point for each in creation_patches() for point in each.points])
+    print("\nwhere kvpad learns of settings, workers and engine cores")
+    sets = [front_end_patches, *creation_patches()]
+    problems = _report([point for each in sets for point in each.points])
     for host in hosts():
         is_chosen = chosen is not None and host.name == chosen.name
         print(f"\n{host.name}{' (chosen)' if is_chosen else ''}")

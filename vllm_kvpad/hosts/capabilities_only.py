@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvpad.hosts import StepAside, native_cache
+from vllm_kvpad.metrics import Mode
 from vllm_kvpad.patching import Patch, PatchError, PatchPoint, PatchSet
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class CapabilitiesOnlyHost:
     """vLLM's own padding, for the connectors that register by kvpad's account."""
 
     name = "capabilities_only"
+    mode = Mode.CAPABILITIES_ONLY
     promise = (
         "tells vLLM, which pads its own extensible KV cache, which connectors "
         "register memory"

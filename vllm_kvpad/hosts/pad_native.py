@@ -53,6 +53,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvpad.hosts import StepAside, native_cache
 from vllm_kvpad.log import get_logger
+from vllm_kvpad.metrics import Mode
 from vllm_kvpad.patching import (
     ANY,
     Patch,
@@ -118,6 +119,7 @@ class PadNativeHost:
     """vLLM's own extensible cache, padded."""
 
     name = "pad_native"
+    mode = Mode.PADDED
     promise = "pads vLLM's own extensible KV cache and rounds no block count"
 
     def missing(self) -> list[str]:

@@ -19,6 +19,7 @@ from vllm_kvpad.hosts.supplied_cache import (
     current_supply,
     graphs_are_captured_before_sizing,
 )
+from vllm_kvpad.metrics import Mode
 from vllm_kvpad.patching import Patch, PatchPoint, PatchSet, apply_together
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class SupplyHost:
     """The whole cache, from reservation to sleep, is kvpad's."""
 
     name = "supply"
+    mode = Mode.SUPPLIED
     promise = "supplies the KV cache"
 
     def missing(self) -> list[str]:
