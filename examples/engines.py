@@ -668,8 +668,20 @@ def _thread_times(pids: Sequence[int]) -> Iterator[tuple[int, tuple[int, int]]]:
 def process_group(group: int) -> list[int]:
     """The pids of a process group, zombies left out."""
     return sorted(
-        pid for pid, state, found in _processes() if found == group and state != "Z"
+        pid
+        for pid, state, found in _processes()
+        if found == group and (state != "Z" or _has_threads(pid))
     )
+
+
+def _has_threads(zombie: int) -> bool:
+    """Whether other threads of a process whose first one has ended still run.
+
+    They hold its memory and its files until they too are gone.
+    """
+    with contextlib.suppress(OSError):
+        return len(list(Path(f"/proc/{zombie}/task").iterdir())) > 1
+    return False
 
 
 def _processes() -> Iterator[tuple[int, str, int]]:
