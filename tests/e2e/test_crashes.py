@@ -4,7 +4,7 @@ A transfer is made to last: the engine that is read from is frozen, and UCX may 
 TCP only, where a read needs both sides. So each kill falls inside a transfer, which
 the probe's notes confirm. The decode engine has two ranks, the prefill engine one.
 
-``KVPAD_CRASH_KIND=stock`` does the same to engines without kvpad, to compare.
+``KVPAD_CRASH_KINDS=kvpad,stock`` does the same to engines without kvpad, to compare.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import threading
 import time
@@ -28,11 +29,12 @@ from prompts import prompts
 
 pytestmark = pytest.mark.e2e
 
-KIND = os.environ.get("KVPAD_CRASH_KIND", "kvpad")
+KINDS = os.environ.get("KVPAD_CRASH_KINDS", "kvpad").split(",")
 PROMPT = prompts()[5]
 OWN = prompts()[2]
 TOKENS = 16
 GONE_SECONDS = 60.0
+UCX_ABORT = re.compile(r"ucp_request\.inl:\d+ +Fatal: unexpected error: ")
 VLLM_SHARED_MEMORY = "psm_", "sem.mp-"
 
 
@@ -139,40 +141,51 @@ class Scene:
 def scene(whole_scene: Scene) -> Scene:
     """Both engines alive, whatever an earlier test did and did not get to."""
     pair = whole_scene.pair
-    if not process_group(pair.prefill.pid):
+    dead = [engine for engine in (pair.prefill, pair.decode) if not engine.pids()]
+    if pair.prefill in dead:
         pair.replace_prefill()
-    if not process_group(pair.decode.pid):
+    if pair.decode in dead:
         pair.replace_decode()
+    if dead:
+        pair.run(PROMPT, TOKENS)  # so that they know each other
     return whole_scene
 
 
-@pytest.fixture(scope="module")
-def whole_scene(fleet: Fleet) -> Iterator[Scene]:
-    decode = fleet.spec(f"{KIND}-tp2")
+@pytest.fixture(scope="module", params=KINDS)
+def whole_scene(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Scene]:
+    kind = request.param
+    decode = fleet.spec(f"{kind}-tp2")
     decode = dataclasses.replace(decode, env={**decode.env, "UCX_TLS": "tcp,self"})
     prefill = dataclasses.replace(decode, tensor_parallel=1)
-    with fleet.own_pair(f"{KIND}-crash", prefill, decode) as pair:
-        yield Scene(pair, fleet.probe_dir(f"{KIND}-tp2"))
+    with fleet.own_pair(f"{kind}-crash", prefill, decode) as pair:
+        yield Scene(pair, fleet.probe_dir(f"{kind}-tp2"))
 
 
 def assert_nothing_is_left(dead: Traces) -> None:
+    def left() -> dict[str, object]:
+        """What the system still knows of it, nothing left out."""
+        found = {
+            "processes": process_group(dead.group),
+            "memory held by": holders(dead.memory),
+            "ports": dead.ports & {port for port, _ in listeners()},
+        }
+        return {what: value for what, value in found.items() if value}
+
     deadline = time.monotonic() + GONE_SECONDS
-    while process_group(dead.group):
-        assert time.monotonic() < deadline, process_group(dead.group)
+    while left() and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert holders(dead.memory) == set()
+    assert left() == {}
     # vLLM's own queues have names that a killed engine leaves; kvpad's memory has none.
-    left = [path for path in dead.shared if path.exists()]
-    for path in left:
+    files = [path for path in dead.shared if path.exists()]
+    for path in files:
         path.unlink()
-    unknown = [path for path in left if not path.name.startswith(VLLM_SHARED_MEMORY)]
+    unknown = [path for path in files if not path.name.startswith(VLLM_SHARED_MEMORY)]
     assert unknown == []
-    assert dead.ports & {port for port, _ in listeners()} == set()
 
 
 def test_prefill_engine_killed_while_it_is_read(scene: Scene) -> None:
     dead = traces(scene.pair.prefill)
-    assert bool(dead.memory) == (KIND == "kvpad")
+    assert bool(dead.memory) == ("kvpad" in scene.pair.prefill.spec.plugins)
     print("client:", scene.during_a_transfer(scene.pair.prefill.kill))
     assert_nothing_is_left(dead)
     scene.pair.replace_prefill()
@@ -185,7 +198,7 @@ def test_worker_of_the_decode_engine_killed_while_it_reads(scene: Scene) -> None
     dead = traces(engine)
     victim = engine.process("Worker_TP1")
     print("client:", scene.during_a_transfer(lambda: os.kill(victim, signal.SIGKILL)))
-    assert engine.wait_dead(GONE_SECONDS) != 0
+    engine.wait_dead(GONE_SECONDS)
     assert_nothing_is_left(dead)
     scene.assert_answers_as_before(scene.pair.prefill)
     scene.pair.replace_decode()
@@ -193,11 +206,17 @@ def test_worker_of_the_decode_engine_killed_while_it_reads(scene: Scene) -> None
 
 
 def test_decode_engine_killed_while_it_reads(scene: Scene) -> None:
-    dead = traces(scene.pair.decode)
+    dead, reader_less = traces(scene.pair.decode), traces(scene.pair.prefill)
     print("client:", scene.during_a_transfer(scene.pair.decode.kill))
     assert_nothing_is_left(dead)
-    scene.assert_answers_as_before(scene.pair.prefill)
     scene.pair.replace_decode()
+    if UCX_ABORT.search(scene.pair.prefill.log_text()):
+        # Over TCP a read needs an answer, and UCX ends the process whose answer finds
+        # the reader gone. It does so to stock vLLM, at the same moment.
+        scene.pair.prefill.wait_dead(GONE_SECONDS)
+        assert_nothing_is_left(reader_less)
+        scene.pair.replace_prefill()
+    scene.assert_answers_as_before(scene.pair.prefill)
     scene.assert_transfers_as_before()
 
 
@@ -208,6 +227,6 @@ def test_engine_core_of_the_prefill_engine_killed_while_it_is_read(
     dead = traces(engine)
     victim = engine.process("EngineCore")
     print("client:", scene.during_a_transfer(lambda: os.kill(victim, signal.SIGKILL)))
-    assert engine.wait_dead(GONE_SECONDS) != 0
+    engine.wait_dead(GONE_SECONDS)
     assert_nothing_is_left(dead)
     scene.assert_answers_as_before(scene.pair.decode)
