@@ -34,7 +34,11 @@ def spec(
         name: dataclasses.replace(
             fleet.spec("kvpad-tp2" if ranks == 2 else "kvpad"),
             kv_transfer=nixl("kv_producer"),
-            env={**probe, "KVPAD_PROBE_CHUNKS": str(chunks)},
+            env={
+                **probe,
+                "KVPAD_PROBE_CHUNKS": str(chunks),
+                "VLLM_LOGGING_LEVEL": "DEBUG",  # what was measured is said there
+            },
         )
     }
 
