@@ -57,8 +57,6 @@ def run_engine(model: str, cycles: int) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    from vllm_kvpad.hosts.supply import supply_of
-
     engine = LLM(
         model=model,
         max_model_len=1024,
@@ -70,10 +68,10 @@ def run_engine(model: str, cycles: int) -> dict[str, Any]:
 
     first = answers(engine)
     worker = engine.llm_engine.model_executor.driver_worker.worker
-    supply = supply_of(worker)
-    assert supply is not None
     facts: dict[str, Any] = {"answers": first, "awake": state(), "cycles": []}
-    backend = supply.sleep_mode_backend(NothingElse())
+    worker._sleep_mode_backend = NothingElse()
+    backend = worker.sleep_mode_backend
+    assert type(backend).__name__ == "CacheAwareSleepModeBackend"
     for _ in range(cycles):
         backend.suspend(1)
         asleep = state()
@@ -82,7 +80,7 @@ def run_engine(model: str, cycles: int) -> dict[str, Any]:
             {"asleep": asleep, "answers": answers(engine), "awake": state()}
         )
     engine.llm_engine.engine_core.shutdown()
-    del worker, supply, backend, engine
+    del worker, backend, engine
     cleanup_dist_env_and_memory()
     facts["after"] = state()
     return facts
