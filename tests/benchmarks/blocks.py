@@ -115,7 +115,9 @@ def write_csv(path: Path, table: Sequence[Row]) -> None:
         writer.writerows(dataclasses.asdict(row) for row in table)
 
 
-def summary(models: Iterable[Model] = MODELS) -> list[dict[str, Any]]:
+def summary(
+    models: Iterable[Model] = MODELS, points: int = 200
+) -> list[dict[str, Any]]:
     """For each model and block size what a budget loses at worst and on average.
 
     Over budgets from 1 to 100 GiB, evenly spaced on a logarithmic scale: what rounding
@@ -125,17 +127,17 @@ def summary(models: Iterable[Model] = MODELS) -> list[dict[str, Any]]:
         {
             "model": model.name,
             "block_size": block_size,
-            **_losses_summary(model, block_size),
+            **_losses_summary(model, block_size, points),
         }
         for model in models
         for block_size in model.block_sizes
     ]
 
 
-def _losses_summary(model: Model, block_size: int) -> dict[str, Any]:
+def _losses_summary(model: Model, block_size: int, points: int) -> dict[str, Any]:
     segments = capacity_segments(model, block_size)
     per_block = bytes_per_block(segments)
-    budgets = spaced(GIB, 100 * GIB, 200)
+    budgets = spaced(GIB, 100 * GIB, points)
     rounding, padding = lost_bytes(segments, budgets)
     count = len(budgets)
     ten = budgets.index(min(budgets, key=lambda budget: abs(budget - 10 * GIB)))
