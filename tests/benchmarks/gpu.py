@@ -41,6 +41,9 @@ GEOMETRY_8B = {
     "tie_word_embeddings": False,
 }
 
+# As in engine_process: FlashInfer's would be compiled, which takes nvcc.
+SAMPLER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
 STOCK = {"VLLM_KVPAD_DISABLE": "1"}
 """``VLLM_PLUGINS`` is part of the key of vLLM's compile cache; stock is kvpad switched
 off, so that both use one."""
@@ -188,8 +191,9 @@ def serving(rounds: int = 3) -> None:
     recorder = Recorder("gpu_serving")
     checkpoint = ensure_checkpoint()
     with geometry(**GEOMETRY_8B) as model:
-        for file in checkpoint.glob("*token*"):
-            shutil.copy(file, model)
+        for file in checkpoint.iterdir():
+            if "token" in file.name or file.name in ("vocab.json", "merges.txt"):
+                shutil.copy(file, model)
         common = (
             *("--load-format", "dummy", "--no-enforce-eager"),
             *("--block-size", "16", "--max-num-seqs", "256"),
@@ -204,12 +208,13 @@ def serving(rounds: int = 3) -> None:
                 recorder,
                 where,
                 {
-                    "stock": EngineSpec(
-                        model, plugins=("kvpad",), args=(*common, *more), env=STOCK
-                    ),
-                    "kvpad": EngineSpec(
-                        model, plugins=("kvpad",), args=(*common, *more)
-                    ),
+                    name: EngineSpec(
+                        model,
+                        plugins=("kvpad",),
+                        args=(*common, *more),
+                        env={**SAMPLER, **env},
+                    )
+                    for name, env in (("stock", STOCK), ("kvpad", {}))
                 },
                 load,
                 rounds,
