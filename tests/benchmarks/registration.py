@@ -77,7 +77,9 @@ def costs(
     spent["introduce"] = time.perf_counter() - began
 
     blocks = max(1, descriptors // regions)
-    size = region_bytes // blocks or 1
+    size = region_bytes // blocks
+    if not size:
+        raise ValueError(f"{region_bytes} bytes cannot be cut into {blocks} blocks")
     listed = [
         (address + block * size, size, 0)
         for address in addresses

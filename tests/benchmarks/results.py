@@ -256,9 +256,11 @@ def with_unit(spread: Spread, unit: str) -> str:
 
 
 def as_ratio(spread: Spread) -> str:
-    if spread.low == spread.high:
-        return f"{spread.median:.3f}"
-    return f"{spread.median:.3f} ({spread.low:.3f} to {spread.high:.3f})"
+    median, low, high = (
+        f"{value:.3f}" if value < 10 else number(value)
+        for value in (spread.median, spread.low, spread.high)
+    )
+    return median if low == high else f"{median} ({low} to {high})"
 
 
 def number(value: float) -> str:

@@ -75,7 +75,10 @@ def fleet(
 
 
 def on_paper(model: Model, block_size: int, costs: UnitCosts) -> dict[str, Any]:
-    """Half of ``GPUS`` prefill, half decode; each rank meets all of the other half."""
+    """Half of ``GPUS`` prefill, half decode; each meets its peers of the other half.
+
+    Those are one rank of each engine where both sides have as many ranks.
+    """
     segments = capacity_segments(model, block_size)
     per_block = bytes_per_block(segments)
     blocks = BUDGET // per_block
@@ -114,4 +117,5 @@ def main(rounds: int = 1) -> None:
     cases = [on_paper(model, block_size, costs) for model, block_size in CASES]
     Recorder("scale").note(unit_costs=dataclasses.asdict(costs), cases=cases)
     for case in cases:
-        print(case)
+        for kind, found in case["fleet"].items():
+            print(f"{case['model']}, {kind}: {found}")

@@ -55,7 +55,8 @@ def _ran_on(results: Results) -> str:
             if name in known
         ),
     ]
-    return f"{', '.join(what)}; median (smallest to largest)."
+    timed = "CPU time of the process, " * (results.benchmark == "host")
+    return f"{', '.join(what)}; {timed}median (smallest to largest)."
 
 
 def _rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -169,6 +170,7 @@ def _scale(results: Results) -> Iterator[str]:
                     _time(fleet["register_seconds"]),
                     _time(fleet["meet_seconds"]),
                     _time(fleet["prepare_seconds"]),
+                    f"{fleet['descriptors'] / 1e6:,.1f} million",
                     _size(fleet["metadata_bytes"]),
                     _size(case["padding_bytes_mean"]) if padded else "0",
                     _size(case["rounding_bytes_mean"]) if padded else "",
@@ -182,6 +184,7 @@ def _scale(results: Results) -> Iterator[str]:
             "registering, a rank",
             "meeting all peers, a rank",
             "preparing descriptors, a rank",
+            "descriptors, a rank",
             "metadata, all ranks",
             "padding takes, all ranks",
             "rounding would, all ranks",
