@@ -348,11 +348,14 @@ def apply_together(patch_sets: Sequence[PatchSet]) -> None:
     """Apply several sets, or none of them.
 
     Raises:
-        PatchError: A point of one of them is not as expected; nothing was replaced.
+        PatchError: A point of one of them is not as expected, or a set that was
+            applied before has lost a replacement; nothing was replaced.
     """
     # A set that is applied has its own replacements where its points were.
     pending = [each for each in patch_sets if not each.is_applied]
-    if problems := [line for each in pending for line in each.problems()]:
+    problems = [line for each in patch_sets for line in each.lost()]
+    problems += [line for each in pending for line in each.problems()]
+    if problems:
         raise PatchError("; ".join(problems))
     for index, each in enumerate(pending):
         try:

@@ -24,7 +24,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
 
-from vllm_kvpad import capabilities, plugin
+from vllm_kvpad import capabilities, metrics, plugin
 from vllm_kvpad.config import KvpadConfigError
 from vllm_kvpad.hosts import supply
 
@@ -41,7 +41,11 @@ def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever a test does to vLLM, it is undone."""
     monkeypatch.delenv("VLLM_KVPAD_DISABLE", raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "kvpad,acme-wrapper,acme-replacer")
+    # How this process would serve metrics is not the subject here.
+    monkeypatch.setattr(metrics, "serve", lambda: None)
+    monkeypatch.delenv(metrics.DIRECTORY_VARIABLE, raising=False)
     sets = [
+        plugin.front_end_patches,
         plugin.worker_creation_patches,
         supply.WORKER_PATCHES,
         supply.V1_RUNNER_PATCHES,
