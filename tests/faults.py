@@ -74,7 +74,7 @@ class FaultyDriver(VmmDriver):
         self.handles: dict[int, int] = {}
         self.mapped: dict[int, tuple[int, int]] = {}  # address -> size, handle
         self.accessible: dict[int, int] = {}
-        self.faults = 0
+        self.failed: list[str] = []
         self._fresh_memory_is_zero = fresh_memory_is_zero
         self._defer_zeros = defer_zeros
         self._in_flight: list[tuple[int, int]] = []
@@ -98,7 +98,7 @@ class FaultyDriver(VmmDriver):
         self._faults_left = times
         self._faulty_call = call
         self._error = error
-        self.faults = 0
+        self.failed = []
 
     def heal(self) -> None:
         """Fail no more."""
@@ -110,7 +110,7 @@ class FaultyDriver(VmmDriver):
             self._calls_until_fault -= 1
             if self._calls_until_fault <= 0:
                 self._faults_left -= 1
-                self.faults += 1
+                self.failed.append(name)
                 INJECTED[name] += 1
                 raise self._error(f"injected: {name} of {args}")
         self.log.append(name)
@@ -127,6 +127,21 @@ class FaultyDriver(VmmDriver):
     @property
     def fresh_memory_is_zero(self) -> bool:
         return self._fresh_memory_is_zero
+
+    @property
+    def will_fail(self) -> bool:
+        """Whether some later call will fail."""
+        return self._faults_left > 0
+
+    @property
+    def faults(self) -> int:
+        """Faults injected since :meth:`fail`."""
+        return len(self.failed)
+
+    @property
+    def could_give_back(self) -> bool:
+        """Whether no call has failed since :meth:`fail` that gives memory back."""
+        return not {"unmap", "release"} & set(self.failed)
 
     @property
     def held_bytes(self) -> int:
@@ -406,7 +421,10 @@ def inject_everywhere(
         cache = world.make_cache(driver)
         for units in scenario.committed:
             cache.commit(blocks(cache, units), defragment=scenario.defragmented)
-        fill(cache, OLD)
+        # Granules are mapped whole, and nobody promised not to write beyond the
+        # committed blocks.
+        for address, size in driver.accessible.items():
+            driver.tensor(address, size).fill_(OLD)
         if scenario.asleep:
             cache.release_physical()
         return cache
@@ -417,8 +435,12 @@ def inject_everywhere(
         for fault in every_fault(world.make_driver, prepare, scenario.act, modes):
             cache, driver = fault.subject, fault.driver
             failures += 1
-            check_after_fault(scenario, cache)
             world.check(cache, driver)
+            check_after_fault(scenario, cache)
+            if fault.mode == "this call" and driver.could_give_back:
+                # Undoing was not disturbed: nothing is held beyond what is counted.
+                count = cache.num_committed_blocks
+                assert driver.held_bytes == cache.physical_bytes_for(count)
             read_and_write_all_that_is_mapped(driver)
             go_on(scenario, cache, driver)
             if go_on is not _drop:
@@ -444,6 +466,7 @@ def check_after_fault(scenario: Scenario, cache: ExtensibleKVCache) -> None:
         # The wait before anything was unmapped has failed.
         assert count == before
         assert not scenario.asleep
+    assert not (count and cache.is_released)
     assert holds(cache, 0, count, OLD)
 
 
@@ -487,15 +510,6 @@ def read_and_write_all_that_is_mapped(driver: FaultyDriver) -> None:
         tensor.bitwise_not_()
         assert torch.equal(tensor, ~before)
         tensor.copy_(before)
-
-
-def fill(cache: ExtensibleKVCache, value: int) -> None:
-    """Write every committed byte."""
-    for segment in cache.segments:
-        size = segment.committed_bytes(cache.num_committed_blocks)
-        if size:
-            start = cache.address + segment.offset
-            cache.driver.tensor(start, size).fill_(value)
 
 
 def holds(cache: ExtensibleKVCache, first: int, last: int, value: int) -> bool:
