@@ -120,9 +120,8 @@ def test_a_transparent_wrapper_and_kvpad_work_together(
     # It really came first, or last, and its wrappers really were called.
     kvpad_was_there = "wrap __init__ of vllm_kvpad.plugin" in run.notes
     assert kvpad_was_there == (place == "last")
-    assert {"__init__", "determine_available_memory", "initialize_from_config"} <= set(
-        run.notes
-    )
+    # (The CPU worker has a determine_available_memory of its own.)
+    assert {"__init__", "initialize_from_config"} <= set(run.notes)
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
