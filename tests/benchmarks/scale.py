@@ -1,19 +1,20 @@
 """Scale on paper: registration and padding of a fleet, from measured unit costs.
 
-A fleet of ``gpus`` ranks, each with a KV cache of R regions and n blocks, talks to
-``peers`` other ranks each:
+A fleet of ``gpus`` ranks, each with a KV cache of L layers, R regions and n blocks,
+talks to ``peers`` other ranks each:
 
     registering, a rank        r0 + r R
-    meeting its peers, a rank  peers (m0 + m R + d R n)
+    meeting its peers, a rank  peers (m0 + m R + d L n)
     metadata sent, all ranks   gpus peers (b0 + b R)       bytes
     memory padding takes       gpus R granule / 2          bytes, on average; twice
                                                            that at most
 
 Meeting a peer is to load its metadata and to prepare a descriptor for each of its
-blocks in each region.
+blocks in each layer, which vLLM's NIXL connector does in either layout: 27 blocks of
+30 layers were moved as 810 descriptors with blocks outermost too.
 
-R is the number of layers with padding and 1 with blocks outermost, where a descriptor
-covers a block in all layers. r0, r, m0, m, b0, b and d are measured by
+R is L with padding, and as many without it wherever layers are outermost; it is 1 with
+blocks outermost. r0, r, m0, m, b0, b and d are measured by
 ``registration.py``.
 """
 
@@ -60,14 +61,14 @@ class UnitCosts:
 
 
 def fleet(
-    costs: UnitCosts, *, gpus: int, peers: int, regions: int, blocks: int
+    costs: UnitCosts, *, gpus: int, peers: int, layers: int, regions: int, blocks: int
 ) -> dict[str, float]:
     """The formulas above. Times are one rank's in seconds, bytes are the fleet's."""
     return {
         "register_seconds": costs.register_fixed + costs.register_region * regions,
         "meet_seconds": peers * (costs.meet_fixed + costs.meet_region * regions),
-        "prepare_seconds": peers * costs.descriptor * regions * blocks,
-        "descriptors": peers * regions * blocks,
+        "prepare_seconds": peers * costs.descriptor * layers * blocks,
+        "descriptors": peers * layers * blocks,
         "metadata_bytes": gpus
         * peers
         * (costs.metadata_fixed + costs.metadata_region * regions),
@@ -98,7 +99,14 @@ def on_paper(model: Model, block_size: int, costs: UnitCosts) -> dict[str, Any]:
         * per_block
         // 2,
         "fleet": {
-            name: fleet(costs, gpus=GPUS, peers=peers, regions=regions, blocks=blocks)
+            name: fleet(
+                costs,
+                gpus=GPUS,
+                peers=peers,
+                layers=len(segments),
+                regions=regions,
+                blocks=blocks,
+            )
             for name, regions in rows.items()
         },
     }

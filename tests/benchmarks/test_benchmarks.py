@@ -217,11 +217,11 @@ def test_the_fleet_follows_the_formula() -> None:
         metadata_region=10.0,
         descriptor=0.125,
     )
-    assert scale.fleet(costs, gpus=8, peers=4, regions=6, blocks=16) == {
+    assert scale.fleet(costs, gpus=8, peers=4, layers=5, regions=6, blocks=16) == {
         "register_seconds": 1 + 0.5 * 6,
         "meet_seconds": 4 * (2 + 0.25 * 6),
-        "prepare_seconds": 4 * 0.125 * 6 * 16,
-        "descriptors": 4 * 6 * 16,
+        "prepare_seconds": 4 * 0.125 * 5 * 16,
+        "descriptors": 4 * 5 * 16,
         "metadata_bytes": 8 * 4 * (100 + 10 * 6),
     }
 
