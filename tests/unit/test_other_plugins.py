@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from bare_worker import make_worker, take_charge, vllm_put_back
 from vllm.config import KVTransferConfig
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import WorkerBase
@@ -44,20 +45,8 @@ def stock_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # How this process would serve metrics is not the subject here.
     monkeypatch.setattr(metrics, "serve", lambda: None)
     monkeypatch.delenv(metrics.DIRECTORY_VARIABLE, raising=False)
-    sets = [
-        plugin.front_end_patches,
-        plugin.worker_creation_patches,
-        supply.WORKER_PATCHES,
-        supply.V1_RUNNER_PATCHES,
-        supply.V2_RUNNER_PATCHES,
-    ]
-    points = [point for each in sets for point in each.points]
-    stock = [point.resolve() for point in points]
-    yield
-    for each in sets:
-        each._applied.clear()
-    for owner, name, value in stock:
-        setattr(owner, name, value)
+    with vllm_put_back():
+        yield
 
 
 @pytest.fixture
@@ -105,30 +94,6 @@ def connector(
 
     yield configure
     sys.modules.pop(name, None)
-
-
-def make_worker(
-    transfer_config: Any = None, additional_config: Any = None, rank: int = 0
-) -> Any:
-    """vLLM's GPU worker as ``WorkerBase.__init__`` leaves it, as far as it matters."""
-    worker = Worker.__new__(Worker)
-    worker.rank = rank
-    worker.vllm_config = SimpleNamespace(
-        kv_transfer_config=transfer_config,
-        additional_config=additional_config or {},
-        use_v2_model_runner=True,
-        attention_config=SimpleNamespace(hisparse_config=None),
-        parallel_config=SimpleNamespace(enable_elastic_ep=False),
-        aux_output_config=SimpleNamespace(enabled=False),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
-    )
-    return worker
-
-
-def take_charge(worker: Any) -> bool:
-    """Whether kvpad then supplies ``worker``'s cache."""
-    plugin.take_charge_of(worker)
-    return supply.supply_of(worker) is not None
 
 
 def test_an_undisturbed_worker_is_supplied(warnings: list[str]) -> None:
