@@ -48,9 +48,13 @@ class PatchPoint:
     @property
     def expected(self) -> str:
         """The shape, for people."""
-        more = [*self.parameters, *(["..."] if self.and_more else [])]
-        shape = f"({', '.join(more)})"
-        return f"{shape} using {', '.join(self.mentions)}" if self.mentions else shape
+        using = f" using {', '.join(self.mentions)}" if self.mentions else ""
+        return self._signature + using
+
+    @property
+    def _signature(self) -> str:
+        more = ["..."] if self.and_more else []
+        return f"({', '.join([*self.parameters, *more])})"
 
     def find(self) -> tuple[Any, str, Any]:
         """Return the owner, the attribute's name and its current value, whatever it is.
@@ -91,10 +95,8 @@ class PatchPoint:
         found = _parameters(value)
         if found is None or not self._takes(found):
             names = [f"<{type(value).__name__}>"] if found is None else found
-            more = [*self.parameters, *(["..."] if self.and_more else [])]
             raise PatchError(
-                f"{self.target}: takes ({', '.join(names)}), "
-                f"expected ({', '.join(more)})"
+                f"{self.target}: takes ({', '.join(names)}), expected {self._signature}"
                 + (f"; it was replaced by {module}" if is_foreign else "")
             )
         if is_foreign:
@@ -344,6 +346,23 @@ def absent(points: Iterable[PatchPoint]) -> list[str]:
     return lines
 
 
+def check_together(patch_sets: Iterable[PatchSet]) -> None:
+    """Check every point of several sets, and change nothing.
+
+    Raises:
+        PatchError: A point of one of them is not as expected, or a set that was
+            applied before has lost a replacement.
+    """
+    # A set that is applied has its own replacements where its points were.
+    problems = [
+        line
+        for each in patch_sets
+        for line in (each.lost() if each.is_applied else each.problems())
+    ]
+    if problems:
+        raise PatchError("; ".join(problems))
+
+
 def apply_together(patch_sets: Sequence[PatchSet]) -> None:
     """Apply several sets, or none of them.
 
@@ -351,12 +370,8 @@ def apply_together(patch_sets: Sequence[PatchSet]) -> None:
         PatchError: A point of one of them is not as expected, or a set that was
             applied before has lost a replacement; nothing was replaced.
     """
-    # A set that is applied has its own replacements where its points were.
+    check_together(patch_sets)
     pending = [each for each in patch_sets if not each.is_applied]
-    problems = [line for each in patch_sets for line in each.lost()]
-    problems += [line for each in pending for line in each.problems()]
-    if problems:
-        raise PatchError("; ".join(problems))
     for index, each in enumerate(pending):
         try:
             each.apply()

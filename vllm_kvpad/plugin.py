@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from vllm_kvpad.capabilities import ConnectorCapabilities
     from vllm_kvpad.config import KvpadConfig
 
-if TYPE_CHECKING:
-    from vllm_kvpad.capabilities import ConnectorCapabilities
-    from vllm_kvpad.config import KvpadConfig
-
 logger = get_logger(__name__)
 
 PLUGIN_NAME = "kvpad"

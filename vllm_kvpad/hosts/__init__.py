@@ -21,6 +21,9 @@ from vllm_kvpad.hosts import native_cache
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
     from vllm_kvpad.capabilities import ConnectorCapabilities
     from vllm_kvpad.config import KvpadConfig
     from vllm_kvpad.metrics import Mode
@@ -119,3 +122,42 @@ def check_in_use(vllm_config: Any) -> None:
             "vLLM's own extensible KV cache is off for this engine "
             "(enable_extensible_kv_cache), so its KV cache is as stock"
         )
+
+
+# --- What the hosts share
+
+
+def refuse_connector(capabilities: ConnectorCapabilities) -> None:
+    """Refuse a connector that no VMM memory can serve, whoever maps it.
+
+    Raises:
+        StepAside: The message says what it does.
+    """
+    from vllm.platforms import current_platform
+
+    if reasons := capabilities.reasons_to_step_aside(rocm=current_platform.is_rocm()):
+        raise StepAside("; ".join(reasons))
+
+
+def refuse_worker_class(worker: Any) -> None:
+    """Refuse a worker that is not vLLM's ``gpu_worker.Worker`` or made from it.
+
+    Raises:
+        StepAside: The message names the class.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    if not isinstance(worker, Worker):
+        raise StepAside(f"worker class {type(worker).__qualname__} is not vLLM's own")
+
+
+def layout_of(
+    kv_cache_config: KVCacheConfig | None, cache_config: Any
+) -> KVCacheLayout:
+    """The layout of a plan; where it names none, what vLLM has resolved."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    if kv_cache_config is not None and kv_cache_config.kv_cache_layout is not None:
+        return KVCacheLayout[kv_cache_config.kv_cache_layout]
+    resolved: KVCacheLayout = cache_config.get_resolved_kv_cache_layout()
+    return resolved

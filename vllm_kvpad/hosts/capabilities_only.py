@@ -26,7 +26,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpad.hosts import StepAside, native_cache
+from vllm_kvpad.hosts import native_cache, refuse_connector
 from vllm_kvpad.metrics import Mode
 from vllm_kvpad.patching import Patch, PatchError, PatchPoint, PatchSet
 
@@ -93,12 +93,7 @@ class CapabilitiesOnlyHost:
         self._install(vllm_config, capabilities)
 
     def _install(self, vllm_config: Any, capabilities: ConnectorCapabilities) -> None:
-        from vllm.platforms import current_platform
-
-        if reasons := capabilities.reasons_to_step_aside(
-            rocm=current_platform.is_rocm()
-        ):
-            raise StepAside("; ".join(reasons))
+        refuse_connector(capabilities)
         (patches,) = self.patch_sets()
         patches.apply()
         kv_transfer_config = vllm_config.kv_transfer_config

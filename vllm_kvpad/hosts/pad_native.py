@@ -51,17 +51,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpad.hosts import StepAside, native_cache
+from vllm_kvpad.hosts import (
+    layout_of,
+    native_cache,
+    refuse_connector,
+    refuse_worker_class,
+)
 from vllm_kvpad.log import get_logger
 from vllm_kvpad.metrics import Mode
 from vllm_kvpad.patching import (
     ANY,
     Patch,
-    PatchError,
     PatchPoint,
     PatchSet,
     absent,
-    apply_together,
+    check_together,
 )
 from vllm_kvpad.placement import kv_cache_segments, pad_kv_cache_segments
 
@@ -137,13 +141,8 @@ class PadNativeHost:
             StepAside: vLLM's cache cannot serve this connector, padded or not.
             PatchError: A patch point is not as expected; nothing was changed.
         """
-        _refuse_unsupported(capabilities)
-        from vllm.v1.worker.gpu_worker import Worker
-
-        if not isinstance(worker, Worker):
-            raise StepAside(
-                f"worker class {type(worker).__qualname__} is not vLLM's own"
-            )
+        refuse_connector(capabilities)
+        refuse_worker_class(worker)
         self._apply(WORKER_PATCHES)
         _charges[worker] = _Charge(config, capabilities)
 
@@ -156,19 +155,12 @@ class PadNativeHost:
             StepAside: As :meth:`install`.
             PatchError: A patch point is not as expected; nothing was changed.
         """
-        _refuse_unsupported(capabilities)
+        refuse_connector(capabilities)
         self._apply(ENGINE_PATCHES)
 
     def _apply(self, patches: PatchSet) -> None:
-        problems = [
-            line
-            for each in self.patch_sets()
-            if not each.is_applied
-            for line in each.problems()
-        ]
-        if problems:
-            raise PatchError("; ".join(problems))
-        apply_together([patches])
+        check_together(self.patch_sets())
+        patches.apply()
 
 
 def padding_of(worker: Any) -> bool | None:
@@ -178,13 +170,6 @@ def padding_of(worker: Any) -> bool | None:
     """
     charge = _charges.get(getattr(worker, "worker", worker))
     return None if charge is None else charge.capabilities.registers_device_memory
-
-
-def _refuse_unsupported(capabilities: ConnectorCapabilities) -> None:
-    from vllm.platforms import current_platform
-
-    if reasons := capabilities.reasons_to_step_aside(rocm=current_platform.is_rocm()):
-        raise StepAside("; ".join(reasons))
 
 
 # --- the worker's process
@@ -216,7 +201,7 @@ def _place(worker: Any, planned: KVCacheConfig) -> _Placing | None:
         or not planned.kv_cache_tensors
     ):
         return None
-    layout = _layout(worker.cache_config, planned)
+    layout = layout_of(planned, worker.cache_config)
     if not charge.capabilities.registers_device_memory:
         return _Placing(planned, planned, layout, registers=False)
     from vllm.utils.vmm_driver import get_vmm_driver
@@ -239,16 +224,6 @@ def _place(worker: Any, planned: KVCacheConfig) -> _Placing | None:
         )
         return None
     return _Placing(planned, padded, layout, registers=True)
-
-
-def _layout(cache_config: Any, kv_cache_config: KVCacheConfig) -> KVCacheLayout:
-    from vllm.v1.kv_cache_layout import KVCacheLayout
-
-    name = kv_cache_config.kv_cache_layout
-    if name is not None:
-        return KVCacheLayout[name]
-    resolved: KVCacheLayout = cache_config.get_resolved_kv_cache_layout()
-    return resolved
 
 
 def _accept_gaps(original: Any) -> Any:
@@ -381,7 +356,7 @@ def _can_pad(vllm_config: Any, configs: Sequence[KVCacheConfig], granule: int) -
     """Whether the workers, who are to do it, will be able to."""
     try:
         for config in configs:
-            layout = _layout(vllm_config.cache_config, config)
+            layout = layout_of(config, vllm_config.cache_config)
             pad_kv_cache_segments(config, layout, granule)
     except ValueError as error:
         logger.debug("block counts are rounded: %s", error)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpad.hosts import StepAside, agreement, model_runners
+from vllm_kvpad.hosts import StepAside, agreement, layout_of, model_runners
 from vllm_kvpad.kv_cache import ExtensibleKVCache
 from vllm_kvpad.log import get_logger
 from vllm_kvpad.metrics import CacheFigures, EngineReport, Mode, publish
@@ -170,9 +170,8 @@ class SuppliedKVCache:
     ) -> None:
         """Commit the cache at its final size and register it with the connector."""
         self._agree(worker)
-        if self.stepped_aside or self._is_warming_up:
-            return stock(kv_cache_config)
-        if not kv_cache_config.kv_cache_tensors:
+        leave_to_stock = self.stepped_aside or self._is_warming_up
+        if leave_to_stock or not kv_cache_config.kv_cache_tensors:
             return stock(kv_cache_config)
         if self._warm_start is not None:
             if self._can_adopt(worker, self._warm_start, kv_cache_config):
@@ -280,14 +279,7 @@ class SuppliedKVCache:
     def _layout(
         self, worker: Any, kv_cache_config: KVCacheConfig | None = None
     ) -> KVCacheLayout:
-        from vllm.v1.kv_cache_layout import KVCacheLayout
-
-        name = kv_cache_config.kv_cache_layout if kv_cache_config is not None else None
-        layout = (
-            KVCacheLayout[name]
-            if name is not None
-            else worker.cache_config.get_resolved_kv_cache_layout()
-        )
+        layout = layout_of(kv_cache_config, worker.cache_config)
         if self.capabilities.name is not None and not layout.is_block_compact:
             raise StepAside(
                 f"layout {layout.name} is not block-compact, which kvpad does not "

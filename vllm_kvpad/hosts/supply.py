@@ -13,7 +13,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvpad.hosts import StepAside, native_cache
+from vllm_kvpad.hosts import (
+    StepAside,
+    native_cache,
+    refuse_connector,
+    refuse_worker_class,
+)
 from vllm_kvpad.hosts.supplied_cache import (
     SuppliedKVCache,
     current_supply,
@@ -92,10 +97,8 @@ def step_aside_where_unsupported(
     vllm_config = worker.vllm_config
     if not (current_platform.is_cuda() or current_platform.is_cpu()):
         raise StepAside(f"platform {current_platform.device_name} is not supported")
-    if not isinstance(worker, Worker):
-        raise StepAside(f"worker class {type(worker).__qualname__} is not vLLM's own")
-    if reasons := capabilities.reasons_to_step_aside(rocm=current_platform.is_rocm()):
-        raise StepAside("; ".join(reasons))
+    refuse_worker_class(worker)
+    refuse_connector(capabilities)
     if vllm_config.attention_config.hisparse_config is not None:
         raise StepAside("HiSparse places parts of the cache in host memory")
     if vllm_config.parallel_config.enable_elastic_ep:
