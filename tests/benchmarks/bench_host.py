@@ -113,9 +113,11 @@ def test_ranges_missing_from_chunks(benchmark: Any, layers: int) -> None:
 
 
 @pytest.fixture
-def many_files() -> Iterator[None]:
+def many_files(layers: int) -> Iterator[None]:
     """Each chunk of host memory is a file; allow as many as the system does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if layers + 100 > hard:
+        pytest.skip(f"{layers} chunks take more files than the {hard} allowed here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -125,9 +127,6 @@ def many_files() -> Iterator[None]:
 @pytest.mark.usefixtures("many_files")
 def test_defragmenting_commit_on_the_host(benchmark: Any, layers: int) -> None:
     """One block of a page each: bookkeeping and system calls, hardly any memory."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if layers + 100 > most:
-        pytest.skip(f"{layers} chunks take more files than the {most} allowed here")
     driver = HostVmmDriver(granularity=4096)
     plain = Geometry(layers=[PAGE_OF_4_KIB] * layers).place(2, use_vllm=True)
     cache = ExtensibleKVCache(plain.config, plain.layout, "cpu", driver)
@@ -145,9 +144,6 @@ def test_defragmenting_commit_on_the_host(benchmark: Any, layers: int) -> None:
 @each_count
 @pytest.mark.usefixtures("many_files")
 def test_giving_chunks_back_on_the_host(benchmark: Any, layers: int) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if layers + 100 > most:
-        pytest.skip(f"{layers} chunks take more files than the {most} allowed here")
     driver = HostVmmDriver(granularity=4096)
     reservation = Reservation(driver, layers * 2 * 4096)
     ranges = [(index * 8192, index * 8192 + 4096) for index in range(layers)]

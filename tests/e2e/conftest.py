@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(log_dir)
     yield fleet
     fleet.stop()
+
+
+@pytest.fixture(scope="session")
+def mooncake_installed() -> None:
+    """Mooncake's transfer engine is installed; where CI says so, it must be."""
+    if importlib.util.find_spec("mooncake") is None:
+        missing = "not installed: mooncake-transfer-engine-non-cuda"
+        if os.environ.get("KVPAD_REQUIRE_ENGINES") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 
 from checkpoint import ensure_checkpoint
-from engines import EngineSpec, free_ports
+from engines import EngineSpec
 
 pytestmark = pytest.mark.e2e
 
@@ -26,24 +25,8 @@ NIXL = {
 def start(tmp_path: Path, plugin: bool = True, **options: Any) -> dict[str, Any]:
     options = {"model": str(ensure_checkpoint()), "plugin": plugin, **options}
     spec = EngineSpec(ensure_checkpoint(), plugins=("kvpad",) if plugin else ())
-    side_channel = free_ports(1)
-    environment = {
-        **spec.environment(side_channel),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), json.dumps(options)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=480,
-        cwd=tmp_path,
-    )
-    lines = done.stdout.splitlines()
-    facts = [x for x in lines if x.startswith("FACTS")]
-    assert facts, "\n".join(lines[-60:])
-    return {"log": done.stdout, **json.loads(facts[0].removeprefix("FACTS"))}
+    facts, log = run_program(PROGRAM, json.dumps(options), spec=spec, folder=tmp_path)
+    return {"log": log, **facts}
 
 
 @pytest.fixture(scope="module")

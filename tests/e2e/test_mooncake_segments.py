@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,15 +16,7 @@ pytestmark = pytest.mark.e2e
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mooncake_segments.py"
 
 
-@pytest.fixture
-def mooncake() -> None:
-    if importlib.util.find_spec("mooncake") is None:
-        if os.environ.get("KVPAD_REQUIRE_ENGINES") == "1":
-            pytest.fail("not installed: mooncake-transfer-engine-non-cuda")
-        pytest.skip("not installed: mooncake-transfer-engine-non-cuda")
-
-
-@pytest.mark.usefixtures("mooncake")
+@pytest.mark.usefixtures("mooncake_installed")
 def test_every_segment_is_registered_sent_and_verified(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE)],

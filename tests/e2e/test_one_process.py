@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 
 from checkpoint import ensure_checkpoint
-from engines import EngineSpec, free_ports
+from engines import EngineSpec
 
 pytestmark = pytest.mark.e2e
 
@@ -22,25 +20,14 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of the engines left behind, in their order."""
-    environment = {
-        **EngineSpec(ensure_checkpoint(), plugins=("kvpad",)).environment(
-            free_ports(1)
-        ),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    }
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(ensure_checkpoint())],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=480,
-        cwd=tmp_path_factory.mktemp("one-process"),
+    model = ensure_checkpoint()
+    left, _ = run_program(
+        PROGRAM,
+        str(model),
+        spec=EngineSpec(model, plugins=("kvpad",)),
+        folder=tmp_path_factory.mktemp("one-process"),
     )
-    lines = done.stdout.splitlines()
-    facts = [x for x in lines if x.startswith("FACTS")]
-    assert facts, "\n".join(lines[-60:])
-    return json.loads(facts[0].removeprefix("FACTS"))
+    return left
 
 
 def test_each_engine_answers_alike_and_leaves_no_cache(

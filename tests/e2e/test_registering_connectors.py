@@ -195,12 +195,10 @@ def mooncake(libraries: str) -> Case:
 
 
 @pytest.fixture(scope="module")
-def mooncake_libraries(tmp_path_factory: pytest.TempPathFactory) -> str:
+def mooncake_libraries(
+    mooncake_installed: None, tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """``LD_LIBRARY_PATH`` with which Mooncake's wheel loads."""
-    if importlib.util.find_spec("mooncake") is None:
-        if os.environ.get("KVPAD_REQUIRE_ENGINES") == "1":
-            pytest.fail("not installed: mooncake-transfer-engine-non-cuda")
-        pytest.skip("not installed: mooncake-transfer-engine-non-cuda")
     folder = tmp_path_factory.mktemp("libraries")
     return mooncake_environment(folder)["LD_LIBRARY_PATH"]
 
