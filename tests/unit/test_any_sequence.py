@@ -36,13 +36,14 @@ from vllm_kvpad.kv_cache import ExtensibleKVCache
 from vllm_kvpad.placement import pad_kv_cache_segments
 from vllm_kvpad.vmm import VmmError
 
-# How long a life may be differs from run to run: rounds of lives, until the steps
-# are enough.
-ROUNDS = {
-    "": settings(max_examples=50, stateful_step_count=100),
-    "long": settings(max_examples=1_000, stateful_step_count=200),
-}
-LEAST_STEPS = {"": 10_000, "long": 1_000_000}
+# A run of hypothesis; there are as many as it takes, since lives differ in length.
+ROUND = settings(
+    max_examples=50,
+    stateful_step_count=100,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=list(HealthCheck),
+)
 
 LBHNC, LBNHC = KVCacheLayout.LBHNC, KVCacheLayout.LBNHC
 FORMS: list[tuple[Callable[..., KVCacheConfig], KVCacheLayout]] = [
@@ -466,26 +467,16 @@ class Life(RuleBasedStateMachine):
 def test_any_sequence_of_calls_and_faults_does_what_the_model_says() -> None:
     """At least 10,000 steps, about a minute.
 
-    ``KVPAD_FUZZ=long`` in the environment makes that a million, some hours; a
-    failure found there is replayed by any later run, which looks into
-    ``.hypothesis`` first.
+    ``KVPAD_FUZZ_STEPS`` in the environment asks for more (about two hours a million).
+    A failure found once is tried first by any later run, which looks into
+    ``.hypothesis`` for it.
     """
-    profile = os.environ.get("KVPAD_FUZZ", "")
-    if profile not in ROUNDS:
-        pytest.fail(f"KVPAD_FUZZ={profile!r}: expected 'long', or nothing")
+    wanted = int(os.environ.get("KVPAD_FUZZ_STEPS", 10_000))
     Life.steps = Life.faults = Life.commits = 0
     gc.freeze()  # collecting what is newer than this is quick
-    while Life.steps < LEAST_STEPS[profile]:
+    while Life.steps < wanted:
         before = Life.steps
-        run_state_machine_as_test(
-            Life,
-            settings=settings(
-                ROUNDS[profile],
-                deadline=None,
-                print_blob=True,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        run_state_machine_as_test(Life, settings=ROUND)
         assert Life.steps > before
     gc.unfreeze()
     print(
