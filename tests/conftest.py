@@ -18,6 +18,8 @@ REQUIRE_ENGINES = "KVPAD_REQUIRE_ENGINES"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What takes minutes comes after what takes seconds.
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
     missing = [
         package
         for package in ("vllm", "nixl", "torch")

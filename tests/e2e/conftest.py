@@ -12,9 +12,12 @@ import pytest
 from fleet import Fleet
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """All engines of the session; none is left running after it."""
+    """All engines of a module; none is left running after it.
+
+    Idle workers of a tensor-parallel engine take whole processors.
+    """
     configured = os.environ.get("KVPAD_LOG_DIR")
     log_dir = (
         Path(configured).absolute()

@@ -1,7 +1,7 @@
-"""Real engines for the tests: one pair per configuration and session.
+"""Real engines for the tests: one pair per configuration and module.
 
 Two pairs at a time would not fit two cores, so starting one stops another; what a
-pair answered is kept for the session, and a stopped pair starts again when needed.
+pair answered is kept for the module, and a stopped pair starts again when needed.
 Every engine's log lies in one folder (``$KVPAD_LOG_DIR``, else pytest's own), and the
 end of it is part of the report of a test that failed with it.
 """
@@ -46,7 +46,7 @@ class Answers:
 
 
 class Fleet:
-    """The engines of this session. Use through the fixture ``fleet``."""
+    """The engines of a module. Use through the fixture ``fleet``."""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
