@@ -275,10 +275,42 @@ def _load_class(config: KVTransferConfig) -> type | None:
     import, is not for kvpad to report: vLLM will. Anything else that fails to load
     raises as in vLLM.
     """
-    name = str(config.kv_connector)
+    try:
+        return import_connector_class(config)
+    except Exception as error:
+        if not is_known(config):
+            raise
+        # vLLM will wait for it, too, and say nothing.
+        level = logging.WARNING if isinstance(error, TimeoutError) else logging.DEBUG
+        logger.log(
+            level,
+            "KV connector %s does not load here: %s",
+            config.kv_connector,
+            str(error),
+        )
+        return None
+
+
+def is_known(config: KVTransferConfig) -> bool:
+    """Whether the table can answer without the class of the connector."""
+    return (
+        not config.kv_connector_module_path
+        and row_of_name(str(config.kv_connector)) is not None
+    )
+
+
+def import_connector_class(config: KVTransferConfig) -> type:
+    """The class that vLLM will instantiate, by vLLM's own factory.
+
+    Raises:
+        TimeoutError: Importing it took longer than :data:`TIME_LIMIT_SECONDS`.
+        TypeError: What was found is not a class.
+        Exception: What importing it raises. What is no ``Exception`` (a module that
+            ends the process) becomes a ``RuntimeError``.
+    """
     module = config.kv_connector_module_path
-    known = not module and row_of_name(name) is not None
-    what = f"KV connector {name}" + (f" of module {module}" if module else "")
+    what = f"KV connector {config.kv_connector}"
+    what += f" of module {module}" if module else ""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import (
             KVConnectorFactory,
@@ -289,18 +321,9 @@ def _load_class(config: KVTransferConfig) -> type | None:
             f"importing {what}",
             lambda: KVConnectorFactory.get_connector_class(config),
         )
-    except KeyboardInterrupt:
+    except (Exception, KeyboardInterrupt):
         raise
     except BaseException as error:
-        if known:
-            # vLLM will wait for it, too, and say nothing.
-            level = (
-                logging.WARNING if isinstance(error, TimeoutError) else logging.DEBUG
-            )
-            logger.log(level, "%s does not load here: %s", what, str(error))
-            return None
-        if isinstance(error, Exception):
-            raise
         raise RuntimeError(f"importing {what} raised {error!r}") from error
     if not isinstance(loaded, type):
         raise TypeError(f"{what}: expected a class, found {loaded!r}")
@@ -371,6 +394,8 @@ def _evaluate(
             f"{where} raised {type(error).__name__}: {error}; it must return a bool "
             "for every KVTransferConfig"
         ) from error
+    if inspect.iscoroutine(value):
+        value.close()  # else Python warns of it some time later
     if type(value) is not bool:
         raise TypeError(
             f"{where}: expected it to return a bool, it returned {value!r} "

@@ -17,6 +17,7 @@ pytest.importorskip("typer")
 from cli_programs import assert_fits_a_screen, assert_one_line_of_error, run
 from typer.testing import CliRunner
 
+from vllm_kvpad import capabilities
 from vllm_kvpad.cli import app
 
 NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
@@ -276,3 +277,34 @@ def test_a_broken_vllm_is_named_and_the_table_answers(tmp_path: Path) -> None:
 def test_an_unknown_option_is_one_line() -> None:
     done = run("connectors", "--jsn", without=["vllm"])
     assert_one_line_of_error(done, "--jsn", "vllm-kvpad connectors --help")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise SystemExit(0)", "SystemExit(0)"),
+        ("raise SystemExit('bye')", "bye"),
+        ("class Panic(BaseException): ...\nraise Panic('lost')", "lost"),
+        ("import time; time.sleep(600)", "did not come back within 0.5 s"),
+    ],
+    ids=["exits", "exits with words", "panics", "hangs"],
+)
+def test_a_module_that_ends_the_process_or_hangs_is_an_answer_with_status_1(
+    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "TIME_LIMIT_SECONDS", 0.5)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "broken_connectors.py").write_text(source + "\n")
+    importlib.invalidate_caches()
+    found = configured(
+        1, kv_connector="Mine", kv_connector_module_path="broken_connectors"
+    )
+    sys.modules.pop("broken_connectors", None)
+    assert found["capabilities"] is None
+    assert said in found["error"]
+
+
+@pytest.mark.parametrize("option", ["--kv-transfer-config", "--additional-config"])
+def test_json_that_is_nested_without_end_is_one_line_of_error(option: str) -> None:
+    done = run("connectors", "--kv-transfer-config", "{}", option, "[" * 100_000)
+    assert_one_line_of_error(done, option, "is not JSON")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -317,6 +318,40 @@ def test_another_plugin_is_listed_and_run_only_when_asked(tmp_path: Path) -> Non
     assert found["facts"]["foreign"] == [
         "vllm.v1.worker.gpu_worker:Worker.initialize_from_config by meddling"
     ]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("def register(): raise SystemExit('no licence')", "SystemExit: no licence"),
+        ("def register(): raise OSError('no daemon')", "OSError: no daemon"),
+    ],
+    ids=["exits at import", "exits", "raises"],
+)
+def test_a_plugin_that_keeps_vllm_from_starting_is_a_problem(
+    tmp_path: Path, source: str, said: str
+) -> None:
+    installed_plugin(tmp_path, source + "\n")
+    done = run(
+        *("doctor", "--json", "--load-plugins"),
+        path=tmp_path,
+        VLLM_PLUGINS="kvpad,meddling",
+    )
+    assert done.returncode == 1
+    found = by_name(json.loads(done.stdout))["plugins"]
+    assert found["status"] == "problem"
+    assert said in found["detail"]
+
+
+def test_a_plugin_that_hangs_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "TIME_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(
+        "vllm.plugins.load_general_plugins", lambda: threading.Event().wait()
+    )
+    found = only(doctor._plugins(True))
+    assert found.status is Status.PROBLEM
+    assert "did not come back within 0.2 s" in found.detail
 
 
 # --- the device

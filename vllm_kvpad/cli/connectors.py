@@ -14,7 +14,12 @@ import pydantic
 import typer
 from rich.table import Table
 
-from vllm_kvpad.capabilities import ConnectorCapabilities, resolve
+from vllm_kvpad.capabilities import (
+    ConnectorCapabilities,
+    import_connector_class,
+    is_known,
+    resolve,
+)
 from vllm_kvpad.cli import output
 from vllm_kvpad.config import KvpadConfig, KvpadConfigError
 from vllm_kvpad.connector_table import BASE_CLASS, ROWS, qualified_name
@@ -161,7 +166,7 @@ class _Config(SimpleNamespace):
 def _parse(text: str) -> Any:
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         output.fail(f"--kv-transfer-config is not JSON: {error}")
     if not isinstance(fields, Mapping):
         output.fail("--kv-transfer-config: expected a JSON object, as vLLM does")
@@ -180,7 +185,7 @@ def _overrides(text: str | None) -> dict[str, bool]:
         section = KvpadConfig.from_additional_config(json.loads(text))
     except KvpadConfigError as error:
         output.fail(str(error))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         output.fail(f"--additional-config is not JSON: {error}")
     return dict(section.registers_device_memory)
 
@@ -204,14 +209,12 @@ def _ask(config: Any, overrides: dict[str, bool] | None = None) -> Answer:
     load_error: str | None = None
     mro: tuple[str, ...] = ()
     try:
-        from vllm.distributed.kv_transfer.kv_connector.factory import (
-            KVConnectorFactory,
-        )
-
-        mro = _mro(KVConnectorFactory.get_connector_class(config))
+        mro = _mro(import_connector_class(config))
     except Exception as error:
         # Any: it is the import of somebody's module.
         load_error = output.describe(error)
+        if not is_known(config):
+            return Answer(name, None, load_error, load_error, mro)
     try:
         capabilities = resolve(config, overrides=overrides)
     except KvpadConfigError:

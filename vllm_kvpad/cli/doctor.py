@@ -29,6 +29,7 @@ import typer
 from rich.text import Text
 
 from vllm_kvpad import __version__, hookspecs
+from vllm_kvpad.capabilities import TIME_LIMIT_SECONDS
 from vllm_kvpad.cli import output
 from vllm_kvpad.config import (
     DISABLE_VARIABLE,
@@ -37,6 +38,7 @@ from vllm_kvpad.config import (
 )
 from vllm_kvpad.patching import PatchError, PatchPoint
 from vllm_kvpad.plugin import PLUGIN_NAME, creation_patches, front_end_patches
+from vllm_kvpad.time_limit import within
 from vllm_kvpad.vmm import VmmError, VmmOutOfMemoryError, VmmUnsupportedError
 
 if TYPE_CHECKING:
@@ -135,7 +137,9 @@ def examine(*, load_plugins: bool = False) -> list[Finding]:
     for check in checks:
         try:
             findings.extend(check())
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit, a panic of a Rust extension, ...
             # A machine this was not tried on; the other checks still have a say.
             name = getattr(check, "func", check).__name__.strip("_")
             findings.append(
@@ -262,9 +266,19 @@ def _plugins(load: bool) -> Iterator[Finding]:
     ]
     run = ""
     if load:
-        from vllm.plugins import load_general_plugins
-
-        load_general_plugins()
+        try:
+            _load_general_plugins()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            yield Finding(
+                "plugins",
+                Status.PROBLEM,
+                f"a plugin keeps vLLM from starting: {output.describe(error)}",
+                "leave it out of VLLM_PLUGINS, or tell its authors",
+                facts,
+            )
+            return
         run = ", run in this process"
     if missing:
         yield Finding(
@@ -284,6 +298,12 @@ def _plugins(load: bool) -> Iterator[Finding]:
         )
     else:
         yield Finding("plugins", Status.OK, f"kvpad alone{run}", facts=facts)
+
+
+def _load_general_plugins() -> None:
+    from vllm.plugins import load_general_plugins
+
+    within(TIME_LIMIT_SECONDS, "loading vLLM's general plugins", load_general_plugins)
 
 
 def _distribution_of(entry: importlib.metadata.EntryPoint) -> str:
