@@ -41,6 +41,8 @@ back: allocations after start-up (a longer NCCL channel, a lazily loaded kernel)
 still find something.
 """
 
+_MOST_GRANULE_BYTES = 1 << 30
+
 _SWITCH_WORDS = {"1": True, "true": True, "yes": True, "on": True}
 _SWITCH_WORDS |= {"": False, "0": False, "false": False, "no": False, "off": False}
 
@@ -64,7 +66,8 @@ class KvpadConfig(BaseModel):
             given (CPU engines, ``--kv-cache-memory-bytes``,
             ``--num-gpu-blocks-override``).
         host_granule_bytes: Granule of the host driver in bytes, a power of two
-            and a whole number of OS pages; None for the driver's default.
+            and a whole number of OS pages, at most 1 GiB (each layer of a cache
+            that is registered takes whole granules); None for the driver's default.
             Devices with a real granule ignore it.
     """
 
@@ -87,6 +90,8 @@ class KvpadConfig(BaseModel):
             raise ValueError(
                 f"a whole number of this machine's pages of {mmap.PAGESIZE} bytes"
             )
+        if value > _MOST_GRANULE_BYTES:
+            raise ValueError(f"at most {_MOST_GRANULE_BYTES} bytes (1 GiB)")
         return value
 
     @classmethod

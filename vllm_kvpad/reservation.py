@@ -185,6 +185,7 @@ class Reservation:
 
     def _add(self, plan: Sequence[ByteRange]) -> None:
         """Map one zeroed chunk for each granule-aligned range, or none at all."""
+        self._driver.check_available(sum(end - start for start, end in plan))
         with ExitStack() as undo:
             for start, end in plan:
                 self._memory.add_chunk(start, end, undo)

@@ -119,6 +119,12 @@ def test_an_unknown_key_like_nothing_else_lists_the_valid_ones() -> None:
             f"{3 * mmap.PAGESIZE} (int)",
         ),
         (
+            {"host_granule_bytes": 1 << 31},
+            "kvpad.host_granule_bytes",
+            "at most 1073741824 bytes",
+            f"{1 << 31} (int)",
+        ),
+        (
             {"host_granule_bytes": 0},
             "kvpad.host_granule_bytes",
             "a power of two",

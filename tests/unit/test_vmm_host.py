@@ -16,6 +16,7 @@ import torch
 from vmm_probes import GRANULE, address_space, memfds
 
 from vllm_kvpad import vmm
+from vllm_kvpad.reservation import Reservation
 from vllm_kvpad.vmm import (
     HostVmmDriver,
     VmmDriver,
@@ -190,6 +191,43 @@ def test_create_is_refused_rather_than_the_machine_run_out_of_memory(
     assert f"{1 << 50} bytes" in message
     assert "available" in message
     assert memfds() == []
+
+
+def test_chunks_that_do_not_fit_together_are_refused_before_the_first_is_taken(
+    driver: HostVmmDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostVmmDriver, "free_memory", lambda self: 3 * GRANULE)
+    created: list[int] = []
+    monkeypatch.setattr(HostVmmDriver, "create", lambda self, size: created.append(1))
+    reservation = Reservation(driver, 8 * GRANULE)
+    ranges = [(2 * i * GRANULE, (2 * i + 1) * GRANULE) for i in range(4)]
+    for back in (
+        lambda: reservation.grow(ranges),
+        lambda: reservation.remap(ranges, one_chunk_each=True),
+    ):
+        with pytest.raises(VmmOutOfMemoryError, match=f"create of {4 * GRANULE} bytes"):
+            back()
+    assert created == []
+    reservation.free()
+
+
+def test_running_out_of_descriptors_is_named_with_what_to_do(
+    driver: HostVmmDriver,
+) -> None:
+    reservation = Reservation(driver, 64 * GRANULE)
+    ranges = [(i * GRANULE, (i + 1) * GRANULE) for i in range(64)]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 8, limits[1]))
+    try:
+        with pytest.raises(VmmError, match=r"Too many open files; .*ulimit -n") as e:
+            reservation.remap(ranges, one_chunk_each=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert e.type is VmmError
+    assert memfds() == []
+    reservation.free()
 
 
 def test_create_that_the_kernel_refuses_leaves_no_descriptor(

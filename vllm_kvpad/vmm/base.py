@@ -67,6 +67,17 @@ class VmmDriver(ABC):
     def free_address(self, address: int, size: int) -> None:
         """Return a whole range from :meth:`reserve`; nothing may be mapped in it."""
 
+    def check_available(self, num_bytes: int) -> None:
+        """Refuse early what calls of :meth:`create` could not serve together.
+
+        For systems on which running out of memory harms others; the rest find out
+        at the call that fails, which is undone.
+
+        Raises:
+            VmmOutOfMemoryError: There are not ``num_bytes`` of memory available.
+        """
+        return None
+
     @abstractmethod
     def create(self, size: int) -> int:
         """Allocate ``size`` bytes of physical memory; return its handle."""

@@ -49,6 +49,8 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 _OUT_OF_MEMORY = {errno.ENOMEM, errno.ENOSPC}
+_TOO_MANY_FILES = {errno.EMFILE, errno.ENFILE}
+_MORE_FILES = "each chunk takes a file descriptor: raise the limit (ulimit -n)"
 
 
 class _Mapping(NamedTuple):
@@ -137,11 +139,14 @@ class HostVmmDriver(VmmDriver):
     def free_address(self, address: int, size: int) -> None:
         self._munmap("free_address", address, size)
 
-    def create(self, size: int) -> int:
+    def check_available(self, num_bytes: int) -> None:
         # Linux answers a request that it cannot serve by killing a process; refuse
         # before it comes to that.
-        if size > self.free_memory():
-            self._fail("create", size, errno.ENOMEM)
+        if num_bytes > self.free_memory():
+            self._fail("create", num_bytes, errno.ENOMEM)
+
+    def create(self, size: int) -> int:
+        self.check_available(size)
         fd = -1
         try:
             fd = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
@@ -235,6 +240,8 @@ class HostVmmDriver(VmmDriver):
         what = (
             f"host {call}" if size is None else f"host {call} of {format_bytes(size)}"
         )
+        if code in _TOO_MANY_FILES:
+            raise VmmError(f"{what} failed: {os.strerror(code)}; {_MORE_FILES}")
         raise kind(
             f"{what} failed: {os.strerror(code)}; "
             f"{format_bytes(self.free_memory())} of memory available"
@@ -313,9 +320,17 @@ def _cgroup_levels(membership: str) -> tuple[_CgroupLevel, ...]:
 
 
 def _read(path: str) -> str:
-    """Return the text at ``path``; nothing where this system has no such file."""
+    """Return the text at ``path``; nothing where this system has no such file.
+
+    Raises:
+        VmmError: This process has too many files open to look.
+    """
     try:
         with open(path) as file:
             return file.read()
-    except OSError:
+    except OSError as error:
+        if error.errno in _TOO_MANY_FILES:
+            raise VmmError(
+                f"reading {path} failed: {error.strerror}; {_MORE_FILES}"
+            ) from error
         return ""
