@@ -334,6 +334,7 @@ def step_aside(
     Raises:
         RuntimeError: ``strict`` is set.
     """
+    reason = " ".join(reason.split())  # somebody's error may have many lines
     if config.strict:
         raise RuntimeError(
             f"kvpad cannot supply the KV cache and strict is set: {reason}. "

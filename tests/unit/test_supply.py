@@ -11,13 +11,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 from bare_worker import make_worker, take_charge, vllm_put_back
+from small_caches import LBHNC, planned
 from vllm.platforms import current_platform
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
+from vmm_probes import FaultyHostDriver
 
 from vllm_kvpad import plugin
 from vllm_kvpad.capabilities import ConnectorCapabilities
+from vllm_kvpad.config import KvpadConfig
 from vllm_kvpad.hosts import StepAside, select_host, supply
 from vllm_kvpad.hosts.supplied_cache import (
     current_supply,
@@ -235,3 +239,37 @@ def test_graphs_are_not_estimated_once_they_are_to_be_captured_first() -> None:
     token = graphs_are_captured_before_sizing.set(True)
     assert estimate(None) == 0
     graphs_are_captured_before_sizing.reset(token)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_given_size_whose_addresses_are_refused_is_left_to_stock(
+    supplied: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    worker, its_supply = supplied
+    worker.rank, worker.device = rank, torch.device("cpu")
+    driver = FaultyHostDriver()
+    driver.fail(1)
+    said: list[str] = []
+    monkeypatch.setattr(plugin, "_warn_stepped_aside", said.append)
+    initialized: list[Any] = []
+    config = planned()
+    its_supply._initialize_given(worker, initialized.append, config, driver, LBHNC)
+    assert initialized == [config]
+    assert its_supply.stepped_aside
+    assert its_supply.cache is None
+    (reason,) = said
+    assert "cannot be placed: injected: reserve" in reason
+
+
+def test_a_reason_of_many_lines_is_one_in_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(plugin, "_warn_stepped_aside", said.append)
+    reason = "Mine raised ValidationError: 1 error\n  field\n    missing"
+    plugin.step_aside(make_worker(), KvpadConfig(), reason, None, speaks=True)
+    assert said == ["Mine raised ValidationError: 1 error field missing"]
+    with pytest.raises(RuntimeError, match="1 error field missing"):
+        plugin.step_aside(
+            make_worker(), KvpadConfig(strict=True), reason, None, speaks=True
+        )

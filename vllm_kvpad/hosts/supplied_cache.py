@@ -331,9 +331,11 @@ class SuppliedKVCache:
         try:
             placed = self._placed(kv_cache_config, layout, driver)
             self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
-        except ValueError as error:
-            reason = f"the KV cache cannot be placed: {error}"
-            self._step_aside(worker, reason, speaks=worker.rank == 0)
+        except (ValueError, VmmError) as error:
+            # Whichever rank: addresses may be refused to one alone.
+            self._step_aside(
+                worker, f"the KV cache cannot be placed: {error}", speaks=True
+            )
             return stock(kv_cache_config)
         self._commit(
             placed.num_blocks, defragment=self.capabilities.registers_device_memory
