@@ -38,6 +38,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import enum
+import fcntl
 import functools
 import multiprocessing
 import os
@@ -231,6 +232,9 @@ def _write_for_multiprocess_mode(folder: Path, report: EngineReport) -> None:
 
 # --- in the front end
 
+_FOLDER_PREFIX = "vllm-kvpad-"
+_OWNER = "owner"
+
 
 class EngineReportCollector(Collector):
     """Samples of all reports in ``folder``, read at each scrape."""
@@ -333,12 +337,29 @@ def _folder_of_this_server() -> Path:
         if inherited is not None:
             return Path(inherited)
     # A value that is there already belongs to a server that started this one.
-    folder = tempfile.mkdtemp(prefix="vllm-kvpad-")
-    os.environ[DIRECTORY_VARIABLE] = folder
+    _remove_orphans()
+    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    os.environ[DIRECTORY_VARIABLE] = str(folder)
     atexit.register(_remove, folder, owner=os.getpid())
-    return Path(folder)
+    _hold(folder)
+    return folder
 
 
-def _remove(folder: str, owner: int) -> None:
+def _hold(folder: Path) -> None:
+    """Lock ``folder`` for as long as this process, or a fork of it, lives."""
+    with _replacing(folder / _OWNER) as scratch:
+        lock = os.open(scratch, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _remove_orphans() -> None:
+    """Remove the folders of servers that were killed, which nobody holds any more."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError), owner.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+def _remove(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # not a fork of it
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,10 +213,35 @@ def test_a_server_started_by_another_has_a_folder_of_its_own(
     own = Path(os.environ[metrics.DIRECTORY_VARIABLE])
     assert own != tmp_path
     assert own.is_dir()
-    metrics._remove(str(own), owner=os.getpid() + 1)
+    metrics._remove(own, owner=os.getpid() + 1)
     assert own.is_dir()  # a fork does not take it away
-    metrics._remove(str(own), owner=os.getpid())
+    metrics._remove(own, owner=os.getpid())
     assert not own.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_next_server_removes_the_folder_of_one_that_was_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
+) -> None:
+    """And leaves those of servers that live."""
+    monkeypatch.setattr(metrics.tempfile, "tempdir", str(tmp_path))
+    program = "from vllm_kvpad import metrics; metrics.serve(); print(); input()"
+    server = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        (folder,) = tmp_path.iterdir()
+        metrics._remove_orphans()
+        assert folder.is_dir()
+        server.send_signal(number)
+    assert folder.is_dir()
+    metrics._remove_orphans()
+    assert not folder.exists()
 
 
 @pytest.mark.usefixtures("unserved")
