@@ -59,10 +59,39 @@ def test_the_screen_has_the_numbers_and_fits() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("512MiB", 512 * MIB), ("1.5GiB", 1536 * MIB), ("2GB", 2 * 10**9)],
+    [
+        ("512MiB", 512 * MIB),
+        ("1.5GiB", 1536 * MIB),
+        ("2GB", 2 * 10**9),
+        (" .5 gib ", 512 * MIB),
+        ("1073741824", GIB),
+        ("7EiB", 7 << 60),
+    ],
 )
 def test_sizes_have_units(text: str, size: int) -> None:
     assert plan_json(SMOL, "--memory", text)["memory_bytes"] == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("80GiB*0.9", "80GiB-8GiB", "1 TiB/8", "4GiB.5", "4 GiB per gpu", "4GiB;"),
+        *("1,5GiB", "1,000GiB", "1_000", "1.GiB", "90% of 80GiB", "+1GiB", "1e9"),
+        *("GiB", "", "4Gb s", "٤GiB", "4GiB\n5"),
+    ],
+)
+def test_a_size_is_all_of_the_text(text: str) -> None:
+    done = plan(SMOL, "--memory", text)
+    assert done.exit_code == 2
+    assert "is not a size such as 40GiB" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--memory", "--granule"])
+@pytest.mark.parametrize("text", ["0", "8EiB", "9000000000EiB", "9" * 400])
+def test_a_size_is_positive_and_can_be_addressed(option: str, text: str) -> None:
+    done = plan(SMOL, *("--memory", "1GiB"), *(option, text))
+    assert done.exit_code == 2
+    assert "less than 8 EiB" in done.stderr
 
 
 def test_the_granule_is_the_callers() -> None:
