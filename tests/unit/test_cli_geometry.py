@@ -3,6 +3,7 @@ against vLLM's own reading of the same configuration, and without vLLM."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -343,6 +344,33 @@ LLAMA = {
         ({"architectures": ["NewForCausalLM"]}, "NewForCausalLM is not"),
         ({"num_hidden_layers": None}, "lacks num_hidden_layers"),
         ({"num_hidden_layers": "4"}, "num_hidden_layers: expected a positive whole"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: .* up to 10,000"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures: expected a list"),
+        ({"architectures": {"a": 1}}, "architectures: expected a list"),
+        ({"architectures": [5]}, "architectures: expected a list of strings"),
+        ({"text_config": 5}, "text_config: expected an object"),
+        (
+            {"text_config": {"num_hidden_layers": 0}},
+            r"text_config\.num_hidden_layers: ",
+        ),
+        ({"text_config": {}}, r"lacks text_config\.num_hidden_layers"),
+        ({"hidden_size": 7}, "hidden_size // num_attention_heads: .* found 0"),
+        ({"torch_dtype": ["bfloat16"]}, "torch_dtype: expected a string"),
+        ({"layer_types": 5}, "layer_types: expected a list of strings"),
+        ({"layer_types": [{}] * 4}, "layer_types: expected a list of strings"),
+        ({"layer_types": [["x"]] * 4}, "layer_types: expected a list of strings"),
+        (
+            {"architectures": ["NewForCausalLM"], "layer_types": [["mamba"]]},
+            "layer_types: expected a list of strings",
+        ),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": "no"},
+            "use_sliding_window: expected true or false",
+        ),
+        (
+            {"num_key_value_heads": None, "num_attention_heads": None, "head_dim": 64},
+            "lacks num_key_value_heads or num_attention_heads",
+        ),
         ({"hidden_size": None}, "lacks hidden_size or head_dim"),
         ({"num_attention_heads": None}, "lacks num_attention_heads"),
         ({"torch_dtype": None}, "dtype"),
@@ -369,6 +397,83 @@ LLAMA = {
 def test_what_is_missing_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(GeometryError, match=message):
         read_layers({**LLAMA, **change})
+
+
+NOT_COUNTS = ["64", [64], {}, 64.5, True, False, 0, -5, 1 << 31, 10**400]
+NOT_COUNTS += [float(value) for value in ("nan", "inf")]
+
+
+@pytest.mark.parametrize("value", NOT_COUNTS, ids=lambda value: f"{value!r:.9}")
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("head_dim", {}),
+        ("hidden_size", {}),
+        ("num_hidden_layers", {}),
+        ("num_key_value_heads", {}),
+        ("num_attention_heads", {"num_key_value_heads": None}),
+        ("num_attention_heads", {"num_key_value_heads": None, "head_dim": 64}),
+        (
+            "sliding_window",
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        ),
+        ("sliding_window_pattern", {"architectures": ["Gemma3ForCausalLM"]}),
+        ("kv_lora_rank", {"architectures": ["DeepseekV3ForCausalLM"]}),
+    ],
+)
+def test_a_count_is_a_positive_whole_number(
+    name: str, change: dict[str, Any], value: object
+) -> None:
+    with pytest.raises(GeometryError, match=f"^{name}: expected a positive whole"):
+        read_layers({**LLAMA, **change, name: value})
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        (5, "block_configs: expected a list of objects"),
+        ([1] * 4, r"block_configs\[0\]: expected an object"),
+        ([{"attention": 5}] * 4, r"block_configs\[0\]\.attention: expected an object"),
+        ([{"attention": None}] * 4, r"lacks block_configs\[0\]\.attention\.n_heads_in"),
+        ([{"attention": {"n_heads_in_group": 9}}] * 4, "n_heads_in_group: .* up to 8"),
+        ([{"attention": {"no_op": "yes"}}] * 4, "no_op: expected true or false"),
+        ([{"attention": {"no_op": True}}] * 4, "no layer has attention"),
+        ([], "block_configs names 0 layers"),
+    ],
+)
+def test_block_configs_are_strictly_read(blocks: object, message: str) -> None:
+    with pytest.raises(GeometryError, match=message):
+        read_layers(
+            {**LLAMA, "architectures": ["DeciLMForCausalLM"], "block_configs": blocks}
+        )
+
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["attention", "no_op", "type"]), inner)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from([name for name, *_ in BY_HAND] + ["LLAMA"]),
+    data=st.data(),
+    tp=st.integers(1, 9),
+)
+def test_any_value_in_any_field_is_planned_or_refused(
+    name: str, data: st.DataObject, tp: int
+) -> None:
+    raw = LLAMA if name == "LLAMA" else config(name)
+    fields = raw | raw.get("text_config", {})
+    changes = st.dictionaries(st.sampled_from(sorted(fields)), ANY_JSON, max_size=3)
+    changed = {**fields, "text_config": None, **data.draw(changes)}
+    with contextlib.suppress(GeometryError):
+        layers = read_layers(changed, tensor_parallel=tp, dtype="bfloat16")
+        footprint(Geometry(layers=layers), GIB, 2 * MIB)
 
 
 def test_recurrent_state_is_not_guessed() -> None:

@@ -162,13 +162,6 @@ def test_a_broken_vllm_is_named(tmp_path: Path) -> None:
         (["plan", SMOL, "--memory", "1KiB"], ["not even one block"]),
         (["plan", CONFIGS / "Zamba2-1.2B.json", "--memory", "1GiB"], ["recurrent"]),
         (["plam"], ["plam"]),
-        (
-            [
-                *("plan", "--layers", "2", "--kv-heads", "8,x", "--head-dim", "64"),
-                *("--memory", "1GiB"),
-            ],
-            ["--kv-heads 8,x"],
-        ),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_do(
@@ -179,8 +172,48 @@ def test_a_mistake_is_one_line_that_says_what_to_do(
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        *(
+            ({"--kv-heads": heads}, f"--kv-heads {heads:.60}: expected")
+            for heads in (
+                "8,x",
+                "\u00b2",
+                "0",
+                "8,-8",
+                "8,,8",
+                "9" * 5000,
+                str(1 << 31),
+            )
+        ),
+        ({"--layers": "10001"}, "--layers"),
+        ({"--head-dim": str(1 << 31)}, "--head-dim"),
+        ({"--block-size": "9" * 400}, "--block-size"),
+        ({"--tp": "9" * 400}, "--tp"),
+    ],
+)
+def test_a_bad_number_is_named(change: dict[str, str], words: str) -> None:
+    numbers = {"--layers": "2", "--kv-heads": "8", "--head-dim": "64", **change}
+    options = [text for option in numbers.items() for text in option]
+    done = plan("--memory", "1GiB", *options)
+    assert done.exit_code == 2
+    assert words in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_path_that_is_too_long_is_one_line() -> None:
+    done = run("plan", "x" * 5000, "--memory", "1GiB", without=["vllm"])
+    assert_one_line_of_error(done, "File name too long")
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is not JSON"), ("[1]", "expected a JSON object"), ("{}", "architecture")],
+    [
+        ("{", "is not JSON"),
+        ("[" * 200_000, "is not JSON"),
+        ("[1]", "expected a JSON object"),
+        ("{}", "architecture"),
+    ],
 )
 def test_a_bad_configuration_is_named(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "config.json").write_text(text)

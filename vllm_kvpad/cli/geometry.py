@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,12 @@ from vllm_kvpad.vmm.base import format_bytes
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 """Members of vLLM's ``KVCacheLayout``: which axis is outermost, then inwards."""
+
+MOST = (1 << 31) - 1
+"""What a head, a block or a window is counted to: all else is a mistake."""
+
+MOST_LAYERS = 10_000
+"""As :data:`MOST`, for layers."""
 
 _BYTES_OF_DTYPE = {
     "bfloat16": 2,
@@ -96,49 +103,97 @@ def load_config(path: Path) -> dict[str, Any]:
     Raises:
         GeometryError: There is no such file, or it is not a JSON object.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
-        config = json.loads(file.read_text())
+        if path.is_dir():
+            file = path / "config.json"
+        config = json.loads(file.read_bytes())
     except OSError as error:
         raise GeometryError(
             f"{file}: {error.strerror}; give a model's config.json, or the folder "
             "that holds it (nothing is downloaded)"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GeometryError(f"{file} is not JSON: {error}") from error
     if not isinstance(config, dict):
-        raise GeometryError(f"{file}: expected a JSON object, found {config!r:.60}")
+        raise _unexpected(str(file), "a JSON object", config)
     return config
+
+
+def _unexpected(name: str, expected: str, found: object) -> GeometryError:
+    return GeometryError(f"{name}: expected {expected}, found {reprlib.repr(found)}")
+
+
+def positive(name: str, value: object, most: int = MOST) -> int:
+    """``value``, which is called ``name``, if it is a whole number of 1 to ``most``.
+
+    Raises:
+        GeometryError: It is anything else.
+    """
+    if type(value) is not int or not 0 < value <= most:
+        raise _unexpected(name, f"a positive whole number up to {most:,}", value)
+    return value
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Fields of a configuration, with errors that name them."""
+    """Fields of a configuration, each strictly of the kind that is asked for.
+
+    A field that is null is one that is not given. Errors name the field.
+
+    Attributes:
+        config: The fields.
+        path: What comes before their names in errors.
+        architecture: For errors.
+    """
 
     config: Mapping[str, Any]
-    architecture: str
+    path: str = ""
+    architecture: str = ""
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def _value(self, name: str, kind: type, expected: str) -> Any:
         value = self.config.get(name)
-        return default if value is None else value
+        if value is not None and type(value) is not kind:
+            raise _unexpected(self.path + name, expected, value)
+        return value
 
-    def count(self, *names: str, default: int | None = None) -> int:
+    def flag(self, name: str) -> bool:
+        return bool(self._value(name, bool, "true or false"))
+
+    def text(self, name: str) -> str:
+        return self._value(name, str, "a string") or ""
+
+    def texts(self, name: str) -> list[str]:
+        values = self._value(name, list, "a list of strings") or []
+        if any(type(value) is not str for value in values):
+            raise _unexpected(self.path + name, "a list of strings", values)
+        return values
+
+    def part(self, name: str) -> _Reader:
+        """The fields of an object."""
+        fields = self._value(name, dict, "an object") or {}
+        return replace(self, config=fields, path=f"{self.path}{name}.")
+
+    def parts(self, name: str) -> list[_Reader]:
+        """The fields of each object of a list."""
+        values = self._value(name, list, "a list of objects") or []
+        named = {f"{name}[{index}]": value for index, value in enumerate(values)}
+        return [replace(self, config=named).part(each) for each in named]
+
+    def count(self, *names: str, default: int | None = None, most: int = MOST) -> int:
         """The first of ``names`` that is given, a positive whole number."""
         for name in names:
-            value = self.config.get(name)
-            if value is None:
-                continue
-            if type(value) is not int or value <= 0:
-                raise GeometryError(
-                    f"{name}: expected a positive whole number, found {value!r}"
-                )
-            return value
+            if self.config.get(name) is not None:
+                return positive(self.path + name, self.config[name], most)
         if default is not None:
             return default
         raise GeometryError(
-            f"{self.architecture}: the configuration lacks {' or '.join(names)}; "
-            "add it, or give --layers, --kv-heads and --head-dim"
+            f"{self.architecture}: the configuration lacks {self.path}"
+            f"{' or '.join(names)}; add it, or give --layers, --kv-heads and --head-dim"
         )
+
+    def num_layers(self) -> int:
+        return self.count("num_hidden_layers", most=MOST_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -175,15 +230,18 @@ def read_layers(
         GeometryError: Not an architecture of :data:`ARCHITECTURES`, a field that is
             missing or impossible, or heads that cannot be shared evenly.
     """
-    architectures = config.get("architectures")
-    architecture = architectures[0] if architectures else None
-    text = config.get("text_config")
-    fields = text if isinstance(text, Mapping) else config
-    family = ARCHITECTURES.get(str(architecture))
+    whole = _Reader(config)
+    architecture = next(iter(whole.texts("architectures")), "")
+    fields = whole if config.get("text_config") is None else whole.part("text_config")
+    family = ARCHITECTURES.get(architecture)
     if family is None:
-        raise GeometryError(_not_known(config, fields, architecture))
-    reader = _Reader({**family.defaults, **_given(fields)}, str(architecture))
-    element_bytes = _element_bytes(config, fields, kv_cache_dtype, dtype)
+        raise GeometryError(_not_known(fields, architecture))
+    reader = replace(
+        fields,
+        config={**family.defaults, **_given(fields.config)},
+        architecture=architecture,
+    )
+    element_bytes = _element_bytes(whole, fields, kv_cache_dtype, dtype)
     return shard(family.read(reader, element_bytes), tensor_parallel)
 
 
@@ -208,7 +266,8 @@ def uniform_layers(
             f"--kv-heads names {len(kv_heads)} layers, --layers says {num_layers}; "
             "give one number, or one for each layer"
         )
-    element_bytes = _element_bytes({}, {}, kv_cache_dtype, dtype)
+    nothing = _Reader({})
+    element_bytes = _element_bytes(nothing, nothing, kv_cache_dtype, dtype)
     layers = [
         Layer(num_kv_heads=heads, head_bytes=2 * head_dim * element_bytes)
         for heads in kv_heads
@@ -251,10 +310,7 @@ def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _element_bytes(
-    config: Mapping[str, Any],
-    fields: Mapping[str, Any],
-    kv_cache_dtype: str,
-    dtype: str | None,
+    config: _Reader, fields: _Reader, kv_cache_dtype: str, dtype: str | None
 ) -> int:
     if kv_cache_dtype != "auto":
         try:
@@ -267,14 +323,14 @@ def _element_bytes(
     name = dtype
     for source in (config, fields):
         # transformers 5 writes "dtype", earlier ones "torch_dtype".
-        name = name or source.get("dtype") or source.get("torch_dtype")
-    if name is None:
+        name = name or source.text("dtype") or source.text("torch_dtype")
+    if not name:
         raise GeometryError(
             "the configuration does not say the model's dtype; give --dtype bfloat16 "
             "or --kv-cache-dtype"
         )
     try:
-        return _BYTES_OF_DTYPE[str(name).removeprefix("torch.")]
+        return _BYTES_OF_DTYPE[name.removeprefix("torch.")]
     except KeyError:
         raise GeometryError(
             f"dtype {name!r} is not known; known: {', '.join(_BYTES_OF_DTYPE)}"
@@ -284,15 +340,13 @@ def _element_bytes(
 _RECURRENT = ("mamba", "ssm_", "linear_num_", "linear_attn", "conv_kernel")
 
 
-def _not_known(
-    config: Mapping[str, Any], fields: Mapping[str, Any], architecture: object
-) -> str:
+def _not_known(fields: _Reader, architecture: str) -> str:
     way_out = "give --layers, --kv-heads and --head-dim instead"
-    kinds = set(fields.get("layer_types") or fields.get("layers_block_type") or ())
+    kinds = {*fields.texts("layer_types"), *fields.texts("layers_block_type")}
     recurrent = sorted(
-        {name for name in fields if name.startswith(_RECURRENT)}
-        | {str(kind) for kind in kinds if "mamba" in str(kind) or "linear" in str(kind)}
-        | ({"hybrid_override_pattern"} & set(fields))
+        {name for name in fields.config if name.startswith(_RECURRENT)}
+        | {kind for kind in kinds if "mamba" in kind or "linear" in kind}
+        | ({"hybrid_override_pattern"} & set(fields.config))
     )
     if recurrent:
         return (
@@ -300,7 +354,7 @@ def _not_known(
             "size comes from vLLM's model class and is not in the configuration; "
             "start vLLM with kvpad and read its log line instead"
         )
-    if architecture is None:
+    if not architecture:
         return f"the configuration does not name an architecture; {way_out}"
     return (
         f"{architecture} is not an architecture that kvpad can plan for; if all of its "
@@ -314,24 +368,24 @@ def _not_known(
 
 def _grouped_query(reader: _Reader, element_bytes: int) -> list[Layer]:
     """Layers that are all alike; a window that all of them have changes no byte."""
-    kinds = set(reader.get("layer_types", ()))
+    kinds = set(reader.texts("layer_types"))
     if len(kinds) > 1:
         raise GeometryError(
             f"{reader.architecture} with layer_types {sorted(kinds)}: vLLM's model "
             "class does not read them"
         )
-    if reader.get("use_sliding_window", False):
+    if reader.flag("use_sliding_window"):
         raise GeometryError(
             f"{reader.architecture} with use_sliding_window: which layers have the "
             "window is not planned for"
         )
-    return [_attention(reader, element_bytes)] * reader.count("num_hidden_layers")
+    return [_attention(reader, element_bytes)] * reader.num_layers()
 
 
 def _by_layer_types(reader: _Reader, element_bytes: int) -> list[Layer]:
     """``layer_types`` says which layers have the sliding window."""
-    kinds = list(reader.get("layer_types", ()))
-    num_layers = reader.count("num_hidden_layers")
+    kinds = reader.texts("layer_types")
+    num_layers = reader.num_layers()
     if len(set(kinds)) <= 1:
         return _grouped_query(reader, element_bytes)
     return _mixed(reader, element_bytes, kinds, num_layers)
@@ -341,8 +395,8 @@ def _by_pattern(default: int) -> Callable[[_Reader, int], list[Layer]]:
     """``layer_types``, or every n-th layer full (``sliding_window_pattern``)."""
 
     def read(reader: _Reader, element_bytes: int) -> list[Layer]:
-        num_layers = reader.count("num_hidden_layers")
-        kinds = list(reader.get("layer_types", ()))
+        num_layers = reader.num_layers()
+        kinds = reader.texts("layer_types")
         if not kinds:
             pattern = reader.count("sliding_window_pattern", default=default)
             kinds = [
@@ -379,14 +433,15 @@ def _mixed(
 def _attention(reader: _Reader, element_bytes: int) -> Layer:
     # vLLM's get_total_num_kv_heads and get_head_size
     # (transformers_utils/model_arch_config_convertor.py).
-    heads = reader.get("num_attention_heads")
-    head_dim = reader.get("head_dim")
-    if head_dim is None:
+    if "head_dim" in reader.config:
+        head_dim = reader.count("head_dim")
+    else:
         hidden = reader.count("hidden_size", "head_dim")
-        head_dim = hidden // reader.count("num_attention_heads")
+        heads = reader.count("num_attention_heads")
+        head_dim = positive("hidden_size // num_attention_heads", hidden // heads)
     return Layer(
-        num_kv_heads=reader.count("num_key_value_heads", default=heads),
-        head_bytes=2 * int(head_dim) * element_bytes,
+        num_kv_heads=reader.count("num_key_value_heads", "num_attention_heads"),
+        head_bytes=2 * head_dim * element_bytes,
     )
 
 
@@ -394,8 +449,8 @@ def _latent(reader: _Reader, element_bytes: int) -> list[Layer]:
     """DeepSeek's MLA: one latent vector and one rotary key for a token."""
     width = reader.count("kv_lora_rank") + reader.count("qk_rope_head_dim")
     layer = Layer(num_kv_heads=1, head_bytes=width * element_bytes, latent=True)
-    num_layers = reader.count("num_hidden_layers")
-    if reader.get("index_topk") is None:
+    num_layers = reader.num_layers()
+    if "index_topk" not in reader.config:
         return [layer] * num_layers
     if element_bytes == 1:
         raise GeometryError(
@@ -422,8 +477,8 @@ def _latent(reader: _Reader, element_bytes: int) -> list[Layer]:
 
 def _block_configs(reader: _Reader, element_bytes: int) -> list[Layer]:
     """Nemotron from architecture search: heads differ by layer, some have none."""
-    blocks = reader.get("block_configs", ())
-    num_layers = reader.count("num_hidden_layers")
+    blocks = reader.parts("block_configs")
+    num_layers = reader.num_layers()
     heads = reader.count("num_attention_heads")
     if len(blocks) != num_layers:
         raise GeometryError(
@@ -432,17 +487,14 @@ def _block_configs(reader: _Reader, element_bytes: int) -> list[Layer]:
         )
     head_bytes = _attention(reader, element_bytes).head_bytes
     layers = []
-    for index, block in enumerate(blocks):
-        attention = block.get("attention", {})
-        if attention.get("no_op"):
+    for block in blocks:
+        attention = block.part("attention")
+        if attention.flag("no_op"):
             continue
-        group = attention.get("n_heads_in_group")
-        if type(group) is not int or group <= 0:
-            raise GeometryError(
-                f"block_configs[{index}].attention.n_heads_in_group: expected a "
-                f"positive whole number, found {group!r}"
-            )
+        group = attention.count("n_heads_in_group", most=heads)
         layers.append(Layer(num_kv_heads=heads // group, head_bytes=head_bytes))
+    if not layers:
+        raise GeometryError(f"{reader.architecture}: no layer has attention")
     return layers
 
 

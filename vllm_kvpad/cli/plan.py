@@ -14,6 +14,8 @@ import typer
 from vllm_kvpad.cli import output
 from vllm_kvpad.cli.geometry import (
     LAYOUTS,
+    MOST,
+    MOST_LAYERS,
     Footprint,
     Geometry,
     GeometryError,
@@ -21,6 +23,7 @@ from vllm_kvpad.cli.geometry import (
     footprint,
     load_config,
     place_padded,
+    positive,
     read_layers,
     uniform_layers,
 )
@@ -73,13 +76,13 @@ def _layout(text: str) -> str:
 
 
 def _counts(text: str) -> list[int]:
-    counts = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
-    if min(counts) <= 0:
+    try:
+        return [positive("--kv-heads", int(part)) for part in text.split(",")]
+    except ValueError:
         raise GeometryError(
-            f"--kv-heads {text}: expected a positive number, or one for each layer as "
-            "8,8,4"
-        )
-    return counts
+            f"--kv-heads {text:.60}: expected a positive number, or one for each "
+            "layer as 8,8,4"
+        ) from None
 
 
 def plan(
@@ -95,7 +98,11 @@ def plan(
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Without a config.json: full-attention layers."),
+        typer.Option(
+            min=1,
+            max=MOST_LAYERS,
+            help="Without a config.json: full-attention layers.",
+        ),
     ] = None,
     kv_heads: Annotated[
         str | None,
@@ -107,13 +114,19 @@ def plan(
     ] = None,
     head_dim: Annotated[
         int | None,
-        typer.Option(min=1, help="Without a config.json: elements of one head."),
+        typer.Option(
+            min=1, max=MOST, help="Without a config.json: elements of one head."
+        ),
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block.")] = 16,
+    block_size: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Tokens in a block.")
+    ] = 16,
     layout: Annotated[
         str, typer.Option(parser=_layout, metavar="LAYOUT", help=", ".join(LAYOUTS))
     ] = "LBNHC",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel ranks.")] = 1,
+    tp: Annotated[
+        int, typer.Option(min=1, max=MOST, help="Tensor parallel ranks.")
+    ] = 1,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8, ...")
     ] = "auto",
