@@ -21,9 +21,30 @@ WIDTH = 80
 def console() -> Console:
     """stdout; 80 columns and no colour where it is not a terminal."""
     # Square brackets in what others wrote are text, not markup.
-    plain = functools.partial(Console, highlight=False, markup=False, emoji=False)
+    plain = functools.partial(_Stdout, highlight=False, markup=False, emoji=False)
     out = plain()
     return out if out.is_terminal else plain(width=WIDTH, color_system=None)
+
+
+@contextlib.contextmanager
+def _stdout_written() -> Iterator[None]:
+    """End as :func:`fail` where stdout cannot be written; a closed pipe is no error."""
+    if sys.stdout is None:  # closed before the start, and file descriptor 1 with it
+        fail("stdout is closed")
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (OSError, UnicodeEncodeError) as error:
+        # What is left in the buffer would fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        fail(f"stdout cannot be written: {error}")
+
+
+class _Stdout(Console):
+    def print(self, *objects: Any, **how: Any) -> None:
+        with _stdout_written():
+            super().print(*objects, **how)
 
 
 def table(*columns: str, numbers: bool = False) -> Table:
@@ -40,7 +61,8 @@ def table(*columns: str, numbers: bool = False) -> Table:
 
 def print_json(value: Any) -> None:
     """``value`` as JSON on stdout, and nothing else."""
-    typer.echo(json.dumps(value, indent=2))
+    with _stdout_written():
+        typer.echo(json.dumps(value, indent=2))
 
 
 def fail(message: str) -> NoReturn:
@@ -90,7 +112,8 @@ def stdout_kept_clean() -> Iterator[None]:
     Transports announce themselves on stdout when they are imported, which would end
     up in the middle of ``--json``.
     """
-    sys.stdout.flush()
+    with _stdout_written():
+        sys.stdout.flush()
     saved = os.dup(1)
     try:
         os.dup2(2, 1)
