@@ -256,13 +256,19 @@ def test_a_plot_needs_matplotlib(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["no/such/folder.png", "out.docx"])
+@pytest.mark.parametrize(
+    "name", ["no/such/folder.png", "out.docx", "out", "out.", ".png", "folder", "f.png"]
+)
 def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
+    folders = [tmp_path / "folder", tmp_path / "f.png"]
+    for folder in folders:
+        folder.mkdir()
     done = plan(SMOL, "--memory", "1GiB", "--plot", tmp_path / name)
     assert done.exit_code == 2
     assert len(done.stderr.splitlines()) == 1
     assert name in done.stderr
+    assert sorted(tmp_path.rglob("*")) == sorted(folders)
 
 
 def test_losses_over_four_periods() -> None:

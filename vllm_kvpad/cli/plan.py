@@ -344,7 +344,10 @@ def _draw(path: Path, name: str, geometry: Geometry, numbers: Footprint) -> None
         f"bytes in {_bytes(numbers.memory_bytes)}, layout {geometry.layout}, granule "
         f"{_bytes(numbers.granule_bytes)}"
     )
-    figure.savefig(path, dpi=110)
+    # Given no format, matplotlib appends an extension to a name that has none.
+    if not path.suffix:
+        raise ValueError("expected a file name that ends in .png or .svg")
+    figure.savefig(path, format=path.suffix[1:], dpi=110)
 
 
 def _legend(figure: Figure) -> None:
