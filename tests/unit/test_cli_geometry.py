@@ -4,6 +4,8 @@ against vLLM's own reading of the same configuration, and without vLLM."""
 from __future__ import annotations
 
 import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,6 +280,60 @@ def test_fp8_halves_a_block() -> None:
     ]
     full, half = (footprint(each, GIB, 2 * MIB).bytes_per_block for each in made)
     assert full == 2 * half
+
+
+FLOAT8 = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+MODELOPT = {"quant_method": "modelopt"}
+COMPRESSED = {"quant_method": "compressed-tensors"}
+DECLARED = [
+    ({**MODELOPT, "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, 1),
+    ({"quant_method": "modelopt_fp4", "kv_cache_scheme": FLOAT8}, 1),
+    ({**MODELOPT, "quantization": {"kv_cache_quant_algo": "FP8"}}, 1),
+    ({**MODELOPT, "kv_cache_quant_algo": None}, 2),
+    (
+        {
+            "producer": {"name": "modelopt"},
+            "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        },
+        1,
+    ),
+    ({**COMPRESSED, "kv_cache_scheme": FLOAT8}, 1),
+    ({**COMPRESSED, "kv_cache_scheme": None}, 2),
+    ({"quant_method": "fp8", "kv_cache_scheme": "static"}, 2),
+    ({**MODELOPT, "kv_cache_quant_algo": "NVFP4"}, None),
+    ({**MODELOPT, "kv_cache_quant_algo": "INT8"}, None),
+    ({**MODELOPT, "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, None),
+    ({**COMPRESSED, "kv_cache_scheme": {"num_bits": 4, "type": "float"}}, None),
+]
+
+
+@pytest.mark.parametrize(("declared", "element_bytes"), DECLARED)
+def test_auto_is_what_the_checkpoint_declares(
+    declared: dict[str, Any], element_bytes: int | None
+) -> None:
+    raw = {**LLAMA, "quantization_config": declared}
+    if element_bytes is None:
+        with pytest.raises(GeometryError, match=r"declares .*--kv-cache-dtype"):
+            read_layers(raw)
+    else:
+        # key and value of 512 / 8 elements
+        assert read_layers(raw)[0].head_bytes == 2 * 64 * element_bytes
+    given = read_layers(raw, kv_cache_dtype="bfloat16")
+    assert given[0].head_bytes == 2 * 64 * 2
+
+
+def test_compressed_tensors_leave_a_latent_cache_alone() -> None:
+    raw = config("DeepSeek-V3")
+    scheme = {**COMPRESSED, "kv_cache_scheme": FLOAT8}
+    assert read_layers({**raw, "quantization_config": scheme}) == read_layers(raw)
+
+
+def test_modelopts_own_file_beside_the_configuration_is_read(tmp_path: Path) -> None:
+    algorithms = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    declared = {"producer": {"name": "modelopt"}, "quantization": algorithms}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(declared))
+    assert read_layers(load_config(tmp_path))[0].head_bytes == 2 * 64
 
 
 # --- tensor parallelism

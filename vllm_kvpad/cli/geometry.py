@@ -107,17 +107,29 @@ def load_config(path: Path) -> dict[str, Any]:
     try:
         if path.is_dir():
             file = path / "config.json"
-        config = json.loads(file.read_bytes())
+        config = _read_object(file)
+        # Where ModelOpt up to 0.29 says it (vLLM's transformers_utils/config.py).
+        beside = file.with_name("hf_quant_config.json")
+        if config.get("quantization_config") is None and beside.is_file():
+            file = beside
+            config["quantization_config"] = _read_object(file)
     except OSError as error:
         raise GeometryError(
             f"{file}: {error.strerror}; give a model's config.json, or the folder "
             "that holds it (nothing is downloaded)"
         ) from error
+    return config
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    content = file.read_bytes()
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise GeometryError(f"{file} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise _unexpected(str(file), "a JSON object", config)
-    return config
+    if not isinstance(value, dict):
+        raise _unexpected(str(file), "a JSON object", value)
+    return value
 
 
 def _unexpected(name: str, expected: str, found: object) -> GeometryError:
@@ -223,7 +235,8 @@ def read_layers(
     Args:
         config: The contents of ``config.json``.
         tensor_parallel: Ranks that share the heads.
-        kv_cache_dtype: As vLLM's ``--kv-cache-dtype``; ``auto`` is the model's own.
+        kv_cache_dtype: As vLLM's ``--kv-cache-dtype``; ``auto`` is the one that the
+            checkpoint declares, else the model's own.
         dtype: As vLLM's ``--dtype``, for configurations that do not say.
 
     Raises:
@@ -241,6 +254,8 @@ def read_layers(
         config={**family.defaults, **_given(fields.config)},
         architecture=architecture,
     )
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = _declared_cache_dtype(whole, fields, family is _LATENT)
     element_bytes = _element_bytes(whole, fields, kv_cache_dtype, dtype)
     return shard(family.read(reader, element_bytes), tensor_parallel)
 
@@ -307,6 +322,46 @@ def shard(layers: list[Layer], tensor_parallel: int) -> list[Layer]:
 
 def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _declared_cache_dtype(config: _Reader, fields: _Reader, latent: bool) -> str:
+    """What vLLM makes of ``auto``: the cache dtype that the checkpoint declares.
+
+    ModelOpt's as ``get_kv_cache_quant_algo_string`` (utils/torch_utils.py), but what
+    that falls back from is refused; compressed-tensors' as ``Attention``
+    (layers/attention/attention.py), which ``MLAAttention`` has no part in. vLLM 0.32
+    and 0.33 heed no other method's.
+    """
+    found = config.part("quantization_config")
+    # get_quant_config's order (model_loader/weight_utils.py), ModelOpt only the first.
+    if not found.config:
+        found = fields.part("quantization_config")
+    if not found.config:
+        found = config.part("compression_config")
+    method = found.text("quant_method").lower().replace("_", "-")
+    # Without a method in ModelOpt's own file
+    # (transformers_utils/model_arch_config_convertor.py).
+    if found.part("producer").config.get("name") == "modelopt":
+        method = "modelopt"
+    scheme: object = None
+    if method.startswith("modelopt"):
+        inner = found.part("quantization")
+        for name in ("kv_cache_scheme", "kv_cache_quant_algo"):
+            scheme = scheme or inner.config.get(name) or found.config.get(name)
+    elif method == "compressed-tensors" and not latent:
+        scheme = found.config.get("kv_cache_scheme")
+    if scheme is None:
+        return "auto"
+    if isinstance(scheme, str) and scheme.lower() == "fp8":
+        return "fp8_e4m3"
+    if isinstance(scheme, dict):
+        static = method == "compressed-tensors" or scheme.get("dynamic") is False
+        if static and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
+            return "fp8_e4m3"
+    raise GeometryError(
+        f"the checkpoint declares a KV cache in {reprlib.repr(scheme)}, which is not "
+        "planned for; give --kv-cache-dtype"
+    )
 
 
 def _element_bytes(
@@ -456,7 +511,7 @@ def _latent(reader: _Reader, element_bytes: int) -> list[Layer]:
         raise GeometryError(
             f"{reader.architecture} with sparse attention and an fp8 cache packs "
             "latent, key and scales as its backend likes; plan with "
-            "--kv-cache-dtype auto"
+            "--kv-cache-dtype bfloat16"
         )
     if shared := {"index_topk_freq", "index_topk_pattern"} & set(reader.config):
         raise GeometryError(
