@@ -417,11 +417,11 @@ class SuppliedKVCache:
             self._commit(warm_blocks, defragment=False)
         except VmmError as error:
             failure = error
-        # A rank that raised alone would leave the others waiting in warm-up.
-        if not _on_every_rank(failure is None):
-            raise failure or RuntimeError(
-                "the KV cache could not be committed on another rank; its log says why"
-            )
+        # A rank that raised alone would leave the others waiting in warm-up. And all
+        # say why: at the first error vLLM ends the other workers, whatever they were
+        # about to log.
+        if reasons := _from_every_rank(str(failure) if failure else None):
+            raise failure or VmmError("; ".join(reasons))
         free_before_warm_up = driver.free_memory()
         self._is_warming_up = True
         # Stock closes its warm-up with advice on --kv-cache-memory, computed from
