@@ -135,6 +135,18 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "memory" in findings
 
 
+def test_a_vllm_whose_workers_do_not_import_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: object) -> list[str]:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(doctor.front_end_patches.__class__, "problems", broken)
+    found = only(doctor._patch_points())
+    assert found.status is Status.PROBLEM
+    assert "torchvision::nms" in found.detail
+
+
 # --- environments in which little works
 
 
