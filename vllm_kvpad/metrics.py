@@ -341,7 +341,9 @@ def _folder_of_this_server() -> Path:
     folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     os.environ[DIRECTORY_VARIABLE] = str(folder)
     atexit.register(_remove, folder, owner=os.getpid())
-    _hold(folder)
+    # A file system without locks costs the clean-up after a crash, not the metrics.
+    with contextlib.suppress(OSError):
+        _hold(folder)
     return folder
 
 

@@ -138,12 +138,19 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_vllm_whose_workers_do_not_import_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def broken(self: object) -> list[str]:
-        raise RuntimeError("operator torchvision::nms does not exist")
+    class Broken:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "vllm.v1.worker.gpu_worker":
+                raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(doctor.front_end_patches.__class__, "problems", broken)
+    doctor._import.cache_clear()
+    monkeypatch.delitem(sys.modules, "vllm.v1.worker.gpu_worker", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken, *sys.meta_path])
     found = only(doctor._patch_points())
+    doctor._import.cache_clear()
     assert found.status is Status.PROBLEM
+    assert "vllm.v1.worker.gpu_worker does not import" in found.detail
     assert "torchvision::nms" in found.detail
 
 

@@ -163,11 +163,15 @@ class _Config(SimpleNamespace):
 # --- Answers -------------------------------------------------------------------------
 
 
-def _parse(text: str) -> Any:
+def _json(option: str, text: str) -> Any:
     try:
-        fields = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        output.fail(f"--kv-transfer-config is not JSON: {error}")
+        output.fail(f"{option} is not JSON: {error}")
+
+
+def _parse(text: str) -> Any:
+    fields = _json("--kv-transfer-config", text)
     if not isinstance(fields, Mapping):
         output.fail("--kv-transfer-config: expected a JSON object, as vLLM does")
     try:
@@ -181,12 +185,11 @@ def _parse(text: str) -> Any:
 def _overrides(text: str | None) -> dict[str, bool]:
     if text is None:
         return {}
+    fields = _json("--additional-config", text)
     try:
-        section = KvpadConfig.from_additional_config(json.loads(text))
+        section = KvpadConfig.from_additional_config(fields)
     except KvpadConfigError as error:
         output.fail(str(error))
-    except (ValueError, RecursionError) as error:
-        output.fail(f"--additional-config is not JSON: {error}")
     return dict(section.registers_device_memory)
 
 

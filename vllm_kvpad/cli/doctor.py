@@ -416,17 +416,19 @@ def _patch_points() -> Iterator[Finding]:
         yield Finding("patch_points", Status.PROBLEM, str(error), _UNKNOWN_VLLM)
         return
     points = [point for patches in sets for point in patches.points]
-    try:
-        problems = [line for patches in sets for line in patches.problems()]
-        foreign = [each for point in points if (each := _foreign(point)) is not None]
-    except Exception as error:  # of whatever vLLM's modules import
-        yield Finding(
-            "patch_points",
-            Status.PROBLEM,
-            f"vLLM's own modules do not import: {output.describe(error)}",
-            "vLLM does not start here, with or without kvpad; mend that first",
-        )
-        return
+    for name in dict.fromkeys(point.target.partition(":")[0] for point in points):
+        module = _import(name)
+        # A module that is not there is one of the problems below.
+        if isinstance(module, Exception) and not isinstance(module, ImportError):
+            yield Finding(
+                "patch_points",
+                Status.PROBLEM,
+                f"{name} does not import: {output.describe(module)}",
+                "vLLM does not start here, with or without kvpad; mend that first",
+            )
+            return
+    problems = [line for patches in sets for line in patches.problems()]
+    foreign = [each for point in points if (each := _foreign(point)) is not None]
     facts = {"points": len(points), "problems": problems, "foreign": foreign}
     if problems:
         more = f" (and {len(problems) - 1} more: --json)" if len(problems) > 1 else ""

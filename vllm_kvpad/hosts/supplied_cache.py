@@ -332,10 +332,10 @@ class SuppliedKVCache:
             placed = self._placed(kv_cache_config, layout, driver)
             self.cache = ExtensibleKVCache(placed, layout, worker.device, driver)
         except (ValueError, VmmError) as error:
-            # Whichever rank: addresses may be refused to one alone.
-            self._step_aside(
-                worker, f"the KV cache cannot be placed: {error}", speaks=True
-            )
+            # A placement is every rank's, but addresses may be refused to one alone.
+            speaks = worker.rank == 0 or isinstance(error, VmmError)
+            reason = f"the KV cache cannot be placed: {error}"
+            self._step_aside(worker, reason, speaks=speaks)
             return stock(kv_cache_config)
         self._commit(
             placed.num_blocks, defragment=self.capabilities.registers_device_memory
