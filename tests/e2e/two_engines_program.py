@@ -1,13 +1,14 @@
-"""Run kvpad engines one after the other in one process; put the cache to sleep often.
+"""Run engines one after the other in one process; put the last one to sleep often.
 
-vLLM's CPU worker ignores sleep, so the worker's sleep backend is called as
-``Worker.sleep`` and ``Worker.wake_up`` call it on a GPU. Prints one JSON line.
+vLLM's CPU worker ignores sleep, so its sleep backend, which is then kvpad's, is called
+as ``Worker.sleep`` and ``Worker.wake_up`` call it on a GPU. Prints one JSON line.
 
-    python two_engines_program.py MODEL
+    python two_engines_program.py MODEL CYCLES
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -19,7 +20,6 @@ from mappings import kvpad_memory, mappings
 
 PROMPTS = ["The capital of France is", "Water boils at"]
 ENGINES = 3
-CYCLES = 20
 
 
 class NothingElse:
@@ -32,6 +32,8 @@ class NothingElse:
 
 def state() -> dict[str, int]:
     gc.collect()
+    # Freed memory that malloc keeps for later is no leak, and varies by machine.
+    ctypes.CDLL(None).malloc_trim(0)
     pid = os.getpid()
     resident = Path("/proc/self/statm").read_text().split()[1]
     memory = kvpad_memory(pid)
@@ -53,6 +55,20 @@ def answers(engine: Any) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
+def sleep_and_wake(engine: Any, cycles: int) -> list[dict[str, Any]]:
+    worker = engine.llm_engine.model_executor.driver_worker.worker
+    worker._sleep_mode_backend = NothingElse()
+    backend = worker.sleep_mode_backend
+    assert type(backend).__name__ == "CacheAwareSleepModeBackend"
+    seen = []
+    for _ in range(cycles):
+        backend.suspend(1)
+        asleep = state()
+        backend.resume(None)
+        seen.append({"asleep": asleep, "answers": answers(engine), "awake": state()})
+    return seen
+
+
 def run_engine(model: str, cycles: int) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -67,28 +83,19 @@ def run_engine(model: str, cycles: int) -> dict[str, Any]:
     )
 
     first = answers(engine)
-    worker = engine.llm_engine.model_executor.driver_worker.worker
-    facts: dict[str, Any] = {"answers": first, "awake": state(), "cycles": []}
-    worker._sleep_mode_backend = NothingElse()
-    backend = worker.sleep_mode_backend
-    assert type(backend).__name__ == "CacheAwareSleepModeBackend"
-    for _ in range(cycles):
-        backend.suspend(1)
-        asleep = state()
-        backend.resume(None)
-        facts["cycles"].append(
-            {"asleep": asleep, "answers": answers(engine), "awake": state()}
-        )
+    facts: dict[str, Any] = {"answers": first, "awake": state()}
+    facts["cycles"] = sleep_and_wake(engine, cycles) if cycles else []
     engine.llm_engine.engine_core.shutdown()
-    del worker, backend, engine
+    del engine
     cleanup_dist_env_and_memory()
     facts["after"] = state()
     return facts
 
 
 def main() -> None:
+    model, cycles = sys.argv[1:]
     found = [
-        run_engine(sys.argv[1], CYCLES if number == ENGINES - 1 else 0)
+        run_engine(model, int(cycles) if number == ENGINES - 1 else 0)
         for number in range(ENGINES)
     ]
     print("FACTS" + json.dumps(found), flush=True)
