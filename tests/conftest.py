@@ -17,9 +17,24 @@ REQUIRE_ENGINES = "KVPAD_REQUIRE_ENGINES"
 """Set to 1 where vLLM and NIXL must be there: a missing one is then an error."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--extended",
+        action="store_true",
+        help="also run the tests marked extended: more engines, in rarer conditions",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
     # What takes minutes comes after what takes seconds.
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+    if not config.getoption("extended"):
+        skip_extended = pytest.mark.skip(reason="extended; needs --extended")
+        for item in items:
+            if item.get_closest_marker("extended"):
+                item.add_marker(skip_extended)
     missing = [
         package
         for package in ("vllm", "nixl", "torch")

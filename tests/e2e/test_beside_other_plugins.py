@@ -19,7 +19,7 @@ from fleet import MAX_TOKENS, Fleet
 from engines import Engine
 from prompts import prompts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 BATCHES = [
     ["stock", "wrapper-first", "wrapper-last"],

@@ -27,7 +27,7 @@ from mappings import holders, memory_files, shared_memory
 from engines import Engine, EngineError, PrefillDecodePair, process_group
 from prompts import prompts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 KINDS = os.environ.get("KVPAD_CRASH_KINDS", "kvpad").split(",")
 PROMPT = prompts()[5]

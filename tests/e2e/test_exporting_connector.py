@@ -13,7 +13,7 @@ from mappings import kvpad_memory
 
 from engines import Engine, EngineSpec
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 CONNECTORS = Path(__file__).parent / "connectors"
 PROMPT = "The capital of France is"

@@ -6,7 +6,7 @@ import pytest
 from fleet import Fleet, registered_regions
 from mappings import mappings, straddling
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 BYTES_PER_BLOCK = 30 * 2 * 3 * 64 * 2 * 32
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,45 @@ def start(tmp_path: Path, plugin: bool = True, **options: Any) -> dict[str, Any]
     return {"log": log, **facts}
 
 
-@pytest.fixture(scope="module")
-def stock_answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    return start(tmp_path_factory.mktemp("stock"), plugin=False)["answers"]
+STARTS: dict[str, dict[str, Any]] = {
+    "stock": {"plugin": False},
+    "registered": {"kv_transfer_config": NIXL, "budget_mib": 1200},
+    "unregistered": {"budget_mib": 1200},
+    # Warm-up takes more than the budget leaves.
+    "overdrawn": {
+        "kv_transfer_config": NIXL,
+        "budget_mib": 480,
+        "resident_mib": 200,
+        "max_num_seqs": 64,
+    },
+    "another-plan": {
+        "kv_transfer_config": NIXL,
+        "budget_mib": 1200,
+        "plan_differently": True,
+    },
+}
 
 
 @pytest.fixture(scope="module")
-def registered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("registered")
-    return start(folder, kv_transfer_config=NIXL, budget_mib=1200)
+def starts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    """The engines, two at a time: each is one process and keeps one core busy."""
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        yield {
+            name: pool.submit(start, tmp_path_factory.mktemp(name), **options)
+            for name, options in STARTS.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def stock_answers(starts: dict[str, Future[dict[str, Any]]]) -> list[str]:
+    return starts["stock"].result()["answers"]
+
+
+@pytest.fixture(scope="module")
+def registered(starts: dict[str, Future[dict[str, Any]]]) -> dict[str, Any]:
+    return starts["registered"].result()
 
 
 def test_registering_connector_gets_the_measured_count_in_one_chunk_each(
@@ -78,10 +110,10 @@ def test_log_and_metrics_have_the_final_count(registered: dict[str, Any]) -> Non
 
 
 def test_addresses_stay_and_nothing_of_warm_up_is_left(
-    tmp_path: Path, stock_answers: list[str]
+    starts: dict[str, Future[dict[str, Any]]], stock_answers: list[str]
 ) -> None:
     """Without a connector: no padding, and captured addresses stay valid."""
-    facts = start(tmp_path, budget_mib=1200)
+    facts = starts["unregistered"].result()
     assert facts["answers"] == stock_answers
     assert facts["final_addresses"] == facts["warm_up_addresses"]
     assert facts["address_space"] == facts["capacity"] * facts["bytes_per_block"]
@@ -98,16 +130,10 @@ def test_registered_cache_is_zero_where_no_request_wrote(
 
 
 def test_fewer_blocks_than_warm_up_took_are_remapped(
-    tmp_path: Path, stock_answers: list[str]
+    starts: dict[str, Future[dict[str, Any]]], stock_answers: list[str]
 ) -> None:
     """A budget that warm-up overdraws ends at the smaller, measured count."""
-    facts = start(
-        tmp_path,
-        kv_transfer_config=NIXL,
-        budget_mib=480,
-        resident_mib=200,
-        max_num_seqs=64,
-    )
+    facts = starts["overdrawn"].result()
     assert facts["answers"] == stock_answers
     assert facts["blocks"] < facts["warm_up_blocks"]
     assert facts["blocks"] == facts["committed"]
@@ -119,11 +145,9 @@ def test_fewer_blocks_than_warm_up_took_are_remapped(
 
 
 def test_plan_that_differs_from_the_warm_up_falls_back(
-    tmp_path: Path, stock_answers: list[str]
+    starts: dict[str, Future[dict[str, Any]]], stock_answers: list[str]
 ) -> None:
-    facts = start(
-        tmp_path, kv_transfer_config=NIXL, budget_mib=1200, plan_differently=True
-    )
+    facts = starts["another-plan"].result()
     assert facts["answers"] == stock_answers
     assert facts["warm_ups"] == 2
     assert "measurement after warm-up, which runs again" in facts["log"]

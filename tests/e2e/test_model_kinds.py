@@ -63,8 +63,17 @@ def lora(folder: Path) -> dict[str, Any]:
     return {"lora": str(adapter), "engine": {"enable_lora": True}}
 
 
+FEATURES = ngram, draft_model, lora
+
+
 @pytest.mark.parametrize(
-    "kind", [hybrid, mla, ngram, draft_model, lora], ids=lambda kind: kind.__name__
+    "kind",
+    [
+        hybrid,
+        mla,
+        *(pytest.param(k, marks=pytest.mark.extended) for k in FEATURES),
+    ],
+    ids=lambda kind: kind.__name__,
 )
 def test_answers_as_stock_from_a_measured_cache(
     kind: Callable[[Path], dict[str, Any]], tmp_path: Path

@@ -37,7 +37,7 @@ from engines import BLOCK_SIZE, Engine, EngineSpec, free_ports
 from mooncake_segments import mooncake_environment
 from prompts import prompts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 ROOT = Path(__file__).parents[2]
 CONNECTORS = Path(__file__).parent / "connectors"

@@ -8,7 +8,7 @@ import pytest
 from fleet import Fleet, assert_metrics_are_the_logged_facts, registered_regions
 from mappings import mappings, straddling
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.extended]
 
 RANKS = 2
 # Keys and values, 2 of the 4 heads, 64 bfloat16, 32 tokens, 30 layers.
