@@ -142,6 +142,24 @@ def change_block_outermost_layout() -> None:
     )
 
 
+def change_eager_warm_up() -> None:
+    """Let the CPU worker run the model once before its size is asked for.
+
+    vLLM 0.32.0 does so only where it compiles; a second pipeline stage has no buffers
+    for what the first one sends until then, and fails at the first request.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    stock = CPUWorker.determine_available_memory
+
+    @functools.wraps(stock)
+    def determine_available_memory(self: Any) -> int:
+        self.model_runner.profile_run()
+        return int(stock(self))
+
+    CPUWorker.determine_available_memory = determine_available_memory
+
+
 def change_measured_path() -> None:
     """Let this worker start as a GPU worker does: warm up, measure, adopt."""
     sys.path.insert(0, str(Path(__file__).parent.parent))
