@@ -700,6 +700,8 @@ def _supervise(command: Sequence[str]) -> int:
     Prints the group's id on stdout, then ends the whole group in either case.
     Returns the command's exit status, shell style (128 + signal).
     """
+    # A shell starts its background jobs deaf to SIGINT, which the server would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     server = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
