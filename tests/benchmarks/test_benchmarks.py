@@ -259,9 +259,13 @@ def test_tables_go_between_the_marks(
 
 def test_the_kept_results_make_tables() -> None:
     made = tables.tables()
-    for name in ("blocks", "host", "processes", "registration", "scale"):
+    for name in run.GROUPS["cpu"]:
         title, _ = tables.TABLES[name]
         assert f"**{title}**" in made
+
+
+def test_the_readme_has_the_tables_of_the_kept_results(project_root: Path) -> None:
+    assert tables.main(["--readme", str(project_root / "README.md"), "--check"]) == 0
 
 
 def test_groups_name_every_benchmark_once() -> None:
