@@ -105,8 +105,16 @@ def fit(points: dict[int, float]) -> dict[str, float]:
     """``fixed + each * n`` through the fewest and the most regions.
 
     Not least squares: the most would outweigh the fixed part, which few regions show.
+
+    Raises:
+        ValueError: More regions took less than fewer; the machine was too busy to tell.
     """
     few, many = min(points), max(points)
+    if points[many] < points[few]:
+        raise ValueError(
+            f"{many} regions took less than {few} ({points[many]:.3g} and "
+            f"{points[few]:.3g}): measure again on a quieter machine"
+        )
     each = (points[many] - points[few]) / (many - few)
     return {"fixed": points[few] - few * each, "each": each}
 

@@ -231,6 +231,11 @@ def test_fit_finds_fixed_and_marginal_cost() -> None:
     assert found == pytest.approx({"fixed": 5.0, "each": 0.5})
 
 
+def test_fit_refuses_a_cost_that_falls_with_regions() -> None:
+    with pytest.raises(ValueError, match="10 regions took less than 1 "):
+        registration.fit({1: 5.0, 5: 9.0, 10: 4.0})
+
+
 # --- Tables and running --------------------------------------------------------------
 
 
