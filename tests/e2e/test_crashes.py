@@ -35,7 +35,8 @@ OWN = prompts()[2]
 TOKENS = 16
 GONE_SECONDS = 60.0
 UCX_ABORT = re.compile(r"ucp_request\.inl:\d+ +Fatal: unexpected error: ")
-VLLM_SHARED_MEMORY = "psm_", "sem.mp-"
+VLLM_SHARED_MEMORY = "psm_", "sem.mp-", "vllm_dist_"
+"""Queues between vLLM's processes, and the collectives of its ranks on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def assert_nothing_is_left(dead: Traces) -> None:
     while left() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left() == {}
-    # vLLM's own queues have names that a killed engine leaves; kvpad's memory has none.
+    # vLLM's own has names, which a killed engine leaves; kvpad's memory has none.
     files = [path for path in dead.shared if path.exists()]
     for path in files:
         path.unlink()
